@@ -1,0 +1,285 @@
+"""The Eagle one-model wrapper: a target and a drafter that verify and draft within one forward.
+
+One file serves Eagle3 and MTP drafters. What it asks of its two submodules:
+
+* ``target_model(inputs_embeds, position_ids, <metadata>, <caches>) -> logits``; it leaves the hidden states that
+  the drafter starts from in resources ``hidden_states_cache_<i>``, which are among its placeholders;
+* ``draft_model(inputs_embeds, position_ids, hidden_states, <metadata>, <caches>) -> (norm_hidden_state,
+  last_hidden_state)``;
+* both have ``get_input_embeddings()`` and ``get_output_embeddings()``; the drafter's may give ``None``, and then
+  the target's are used;
+* the drafter may have ``fc`` (a module that fuses the concatenated captured states to the drafter's width) and
+  ``d2t`` (an int tensor ``[draft vocabulary]``, to be added to a draft token to get the target's).
+
+Shapes below: ``n`` sequences (prefill rows first, then extend rows), ``K = max_draft_len``, ``T`` tokens in the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+from transformers.utils import ModelOutput
+
+from ...shim.interface import CachedSequenceInterface, HybridCacheManager
+
+HIDDEN_STATES_PREFIX = "hidden_states_cache_"
+
+
+@dataclass
+class EagleWrapperConfig:
+    """What the wrapper itself has to know.
+
+    Attributes:
+        max_draft_len: number of tokens drafted per step, at least 1.
+    """
+
+    max_draft_len: int
+
+    def __post_init__(self) -> None:
+        """Reject a draft length that drafts nothing."""
+        if self.max_draft_len < 1:
+            raise ValueError(f"max_draft_len must be at least 1, got {self.max_draft_len}")
+
+
+@dataclass
+class EagleWrapperOutput(ModelOutput):
+    """What one inference step yields; all int32 on the model's device.
+
+    Attributes:
+        new_tokens: ``[n, K+1]`` the target's token after each position; a prefill row has one, then zeros.
+        new_tokens_lens: ``[n]`` how many of them count: accepted drafts + 1.
+        next_draft_tokens: ``[n, K]`` drafts to be verified by the next step.
+        next_new_tokens: ``[n, K+1]`` the next step's extend rows: last new token, then the drafts.
+    """
+
+    new_tokens: torch.Tensor | None = None
+    new_tokens_lens: torch.Tensor | None = None
+    next_draft_tokens: torch.Tensor | None = None
+    next_new_tokens: torch.Tensor | None = None
+
+
+@dataclass
+class EaglePrefillOutput(ModelOutput):
+    """What the path without an interface yields.
+
+    Attributes:
+        logits: ``[batch, sequence, vocab]`` of the target.
+        draft_logits: ``[batch, sequence, draft vocab]`` of the drafter's first iteration.
+    """
+
+    logits: torch.Tensor | None = None
+    draft_logits: torch.Tensor | None = None
+
+
+def placeholder_names(module: GraphModule) -> tuple[str, ...]:
+    """The argument names of a GraphModule, in their order (a placeholder's name is its target)."""
+    return tuple(str(node.target) for node in module.graph.nodes if node.op == "placeholder")
+
+
+class EagleWrapper(nn.Module):
+    """Target and drafter as one model.
+
+    Args:
+        config: the draft length.
+        target_model: see the module docstring; eager at first, a GraphModule once it is exported.
+        draft_model: likewise. Its ``fc`` and ``d2t``, used between the two models and not within the drafter's graph, are
+            held here.
+    """
+
+    d2t: torch.Tensor | None
+
+    def __init__(self, config: EagleWrapperConfig, target_model: nn.Module, draft_model: nn.Module) -> None:
+        """Hold both models, and what of the drafter belongs between them."""
+        super().__init__()
+        self.config = config
+        self.max_draft_len = config.max_draft_len
+        self.target_model = target_model
+        self.draft_model = draft_model
+        self.fc = getattr(draft_model, "fc", None)
+        self.register_buffer("d2t", getattr(draft_model, "d2t", None), persistent=False)
+
+    def forward(
+        self, cache_seq_interface: CachedSequenceInterface | None = None, **kwargs: Any
+    ) -> EagleWrapperOutput | EaglePrefillOutput:
+        """Run one step on the batch that the interface holds, or the prefill-only path without an interface.
+
+        Args:
+            cache_seq_interface: interface after ``nest_sequences``, with prefill and extend rows only.
+            **kwargs: without an interface, the arguments of ``forward_prefill``.
+        """
+        if cache_seq_interface is None:
+            return self.forward_prefill(**kwargs)
+        return self.forward_inference(cache_seq_interface)
+
+    # ---------------------------------------------------------------- pieces shared by all paths
+
+    def embed_draft(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Embed with the drafter's own table, or else the target's. ``[...]`` ints to ``[..., hidden]``."""
+        embedding = self.draft_model.get_input_embeddings()
+        if embedding is None:
+            embedding = self.target_model.get_input_embeddings()
+        return embedding(input_ids)
+
+    def draft_logits(self, norm_hidden_state: torch.Tensor) -> torch.Tensor:
+        """Apply the drafter's own head, or else the target's. ``[..., hidden]`` to ``[..., draft vocab]``."""
+        head = self.draft_model.get_output_embeddings()
+        if head is None:
+            head = self.target_model.get_output_embeddings()
+        return head(norm_hidden_state)
+
+    def fuse_hidden_states(self, captured: list[torch.Tensor]) -> torch.Tensor:
+        """Make the drafter's input from the captured states, each ``[..., hidden]``."""
+        hidden_states = torch.cat(captured, dim=-1)
+        return hidden_states if self.fc is None else self.fc(hidden_states)
+
+    def sample(self, logits: torch.Tensor) -> torch.Tensor:
+        """Greedy: ``[m, vocab]`` to int32 ``[m]``."""
+        return torch.argmax(logits, dim=-1).to(torch.int32)
+
+    def sample_draft(self, norm_hidden_state: torch.Tensor) -> torch.Tensor:
+        """Greedy draft in the target's vocabulary: ``[n, hidden]`` to int32 ``[n]``."""
+        tokens = self.sample(self.draft_logits(norm_hidden_state))
+        if self.d2t is not None:
+            tokens = tokens + self.d2t[tokens].to(torch.int32)
+        return tokens
+
+    # ---------------------------------------------------------------- without an interface
+
+    def forward_prefill(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        hidden_states: torch.Tensor | None = None,
+    ) -> EaglePrefillOutput:
+        """Run both models over whole prompts, without caches: what export and numerical checks call.
+
+        Args:
+            input_ids: ints ``[batch, sequence]``.
+            position_ids: ints ``[batch, sequence]``; counted from 0 when left out.
+            hidden_states: ``[batch, sequence, hidden]`` for the drafter, already fused; zeros when left out, because nothing
+                captures the target's states on this path.
+        """
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand(*input_ids.shape)
+        inputs_embeds = self.target_model.get_input_embeddings()(input_ids)
+        logits = self.target_model(inputs_embeds=inputs_embeds, position_ids=position_ids)
+        draft_ids = torch.cat([input_ids[:, 1:], self.sample(logits[:, -1:]).to(input_ids.dtype)], dim=1)
+        draft_embeds = self.embed_draft(draft_ids)
+        if hidden_states is None:
+            hidden_states = torch.zeros_like(draft_embeds)
+        norm_hidden_state, _ = self.draft_model(
+            inputs_embeds=draft_embeds, position_ids=position_ids, hidden_states=hidden_states
+        )
+        return EaglePrefillOutput(logits=logits, draft_logits=self.draft_logits(norm_hidden_state))
+
+    # ---------------------------------------------------------------- with an interface
+
+    def submodule_args(self, csi: CachedSequenceInterface, submodule: nn.Module) -> Mapping[str, torch.Tensor]:
+        """The interface's arguments, metadata and caches, that a submodule's graph takes."""
+        assert isinstance(submodule, GraphModule), "the inference path needs exported submodules: run export_to_gm"
+        names = placeholder_names(submodule)
+        return {name: value for name, value in csi.named_args.items() if name in names}
+
+    def forward_target(self, csi: CachedSequenceInterface) -> torch.Tensor:
+        """Run the target alone on the interface's batch, of any kind.
+
+        Returns:
+            Logits ``[gathered tokens, vocab]``: a row per sequence for prefill and decode rows, per token for extend rows.
+        """
+        inputs_embeds = self.target_model.get_input_embeddings()(csi.get_arg("input_ids"))
+        logits = self.target_model(inputs_embeds=inputs_embeds, **self.submodule_args(csi, self.target_model))
+        return csi.info.maybe_gather_and_squeeze(logits).flatten(0, -2)
+
+    def captured_hidden_states(self, csi: CachedSequenceInterface, num_tokens: int) -> torch.Tensor:
+        """The drafter's first hidden states ``[num_tokens, hidden]``, from what the target left in its resources."""
+        names = [name for name in placeholder_names(self.target_model) if name.startswith(HIDDEN_STATES_PREFIX)]
+        names.sort(key=lambda name: int(name.removeprefix(HIDDEN_STATES_PREFIX)))
+        return self.fuse_hidden_states([csi.get_arg(name)[:num_tokens] for name in names])
+
+    def forward_inference(self, csi: CachedSequenceInterface) -> EagleWrapperOutput:
+        """Verify the drafts in the batch, accept, and draft the next ``K`` tokens of every sequence."""
+        info = csi.info
+        max_draft_len = self.max_draft_len
+        num_prefill, num_extend, num_decode = info.batch_info.get_num_sequences()
+        num_prefill_tokens, num_extend_tokens, _ = info.batch_info.get_num_tokens()
+        num_sequences = num_prefill + num_extend
+        num_tokens = num_prefill_tokens + num_extend_tokens
+        assert num_decode == 0, "the Eagle wrapper takes prefill and extend rows, no decode rows"
+        if num_extend > 0:
+            assert num_extend_tokens // num_extend == 1 + max_draft_len, "an extend row is one token and its drafts"
+
+        # Verify.
+        sampled = self.sample(self.forward_target(csi))
+        device = sampled.device
+        input_ids = info.flatten(csi.get_arg("input_ids"))
+        hidden_states = self.captured_hidden_states(csi, num_tokens)
+
+        if num_prefill > 0:
+            new_tokens = torch.zeros(num_sequences, 1 + max_draft_len, dtype=torch.int32, device=device)
+            new_tokens[:num_prefill, 0] = sampled[:num_prefill]
+            new_tokens[num_prefill:] = sampled[num_prefill:].view(num_extend, 1 + max_draft_len)
+        else:
+            new_tokens = sampled.view(num_sequences, 1 + max_draft_len)
+
+        # Accept: a draft counts while it and all before it are what the target would have said.
+        drafted = input_ids[num_prefill_tokens:].view(num_extend, 1 + max_draft_len)[:, 1:]
+        matches = (new_tokens[num_prefill:, :max_draft_len] == drafted).to(torch.int32)
+        new_tokens_lens = torch.ones(num_sequences, dtype=torch.int32, device=device)
+        new_tokens_lens[num_prefill:] += matches.cumprod(dim=1).sum(dim=1).to(torch.int32)
+
+        if isinstance(csi.kv_cache_manager, HybridCacheManager):
+            csi.kv_cache_manager.update_mamba_states(csi.get_arg("slot_idx")[:num_sequences], new_tokens_lens)
+
+        # Where a sequence goes on, seen from the last token of its row.
+        c_offset = new_tokens_lens - max_draft_len
+        c_offset[:num_prefill].fill_(1)
+
+        # The drafter's input at a position is the token after it; its answer is read at the last accepted one.
+        draft_ids = torch.empty_like(input_ids)
+        last_tokens = torch.empty(num_sequences, dtype=torch.int64, device=device)
+        if num_prefill > 0:
+            last_tokens[:num_prefill] = csi.get_arg("token_gather_indices")[:num_prefill]
+            draft_ids[: num_prefill_tokens - 1] = input_ids[1:num_prefill_tokens]
+            draft_ids[last_tokens[:num_prefill]] = sampled[:num_prefill]
+        draft_ids[num_prefill_tokens:] = new_tokens[num_prefill:].flatten()
+        row_starts = num_prefill_tokens + (1 + max_draft_len) * torch.arange(num_extend, device=device)
+        last_tokens[num_prefill:] = row_starts + new_tokens_lens[num_prefill:] - 1
+        info.copy_("input_ids", draft_ids)
+        info.copy_("token_gather_indices", last_tokens, strict=False)
+        info.batch_info.update_tokens_gather_info(num_sequences, True)
+
+        # Draft.
+        next_draft_tokens = torch.empty(num_sequences, max_draft_len, dtype=torch.int32, device=device)
+        for draft_idx in range(max_draft_len):
+            norm_hidden_state, last_hidden_state = self.draft_model(
+                inputs_embeds=self.embed_draft(csi.get_arg("input_ids")),
+                hidden_states=info.unflatten(hidden_states),
+                **self.submodule_args(csi, self.draft_model),
+            )
+            norm_hidden_state = info.maybe_gather_and_squeeze(norm_hidden_state).flatten(0, -2)
+            hidden_states = info.maybe_gather_and_squeeze(last_hidden_state).flatten(0, -2)
+            draft_tokens = self.sample_draft(norm_hidden_state)
+            next_draft_tokens[:, draft_idx] = draft_tokens
+
+            if draft_idx == 1:
+                c_offset.fill_(1)
+            if draft_idx < max_draft_len - 1:
+                info.switch_to_generate_()
+                info.copy_("input_ids", draft_tokens)
+                info.offset_pos_and_cache_(c_offset)
+
+        next_new_tokens = torch.empty_like(new_tokens)
+        last_new = (new_tokens_lens - 1).to(torch.int64).unsqueeze(1)
+        next_new_tokens[:, :1] = new_tokens.gather(1, last_new)
+        next_new_tokens[:, 1:] = next_draft_tokens
+        return EagleWrapperOutput(
+            new_tokens=new_tokens,
+            new_tokens_lens=new_tokens_lens,
+            next_draft_tokens=next_draft_tokens,
+            next_new_tokens=next_new_tokens,
+        )
