@@ -1,7 +1,7 @@
 """Continuous batching over an Eagle wrapper: requests join and leave, every step runs one forward.
 
-With speculation a step runs prefill rows (new requests) and extend rows (one token and its drafts, to be verified); without,
-prefill rows and decode rows through the target alone, which is the greedy reference on the same pipeline.
+With speculation a step runs prefill rows (new requests) and extend rows (one token and its drafts, to be verified);
+without, prefill rows and decode rows through the target alone, which is the greedy reference on the same pipeline.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Progress = Callable[[int], None]
 class Engine:
     """Runs requests on a wrapper and the interface that its caches live in.
 
-    A request is admitted when a slot, its row in the token budget and the pages of its whole life are to be had, so a running
-    request never has to wait or to be preempted. Admission is in order of submission.
+    A request is admitted when a slot, its row in the token budget and the pages of its whole life are to be had, so a
+    running request never has to wait or to be preempted. Admission is in order of submission.
 
     Args:
         model: exported wrapper, rewritten or not.
@@ -43,8 +43,8 @@ class Engine:
         self.draft_len = model.max_draft_len if speculative else 0
         if info.tokens_per_block <= self.draft_len:
             raise ValueError(
-                f"tokens_per_block is {info.tokens_per_block}, but max_draft_len {self.draft_len} needs pages of at least "
-                f"{self.draft_len + 1} tokens: raise kv_cache_config.tokens_per_block or lower max_draft_len"
+                f"tokens_per_block is {info.tokens_per_block}, but max_draft_len {self.draft_len} needs pages of at "
+                f"least {self.draft_len + 1} tokens: raise kv_cache_config.tokens_per_block or lower max_draft_len"
             )
         self.page_allocator = PageAllocator(info.num_blocks, info.tokens_per_block)
         self.slot_allocator = SlotAllocator(info.max_batch_size)
@@ -88,7 +88,7 @@ class Engine:
 
     def _most_pages(self, request: Request) -> int:
         """Most pages that a request owns at a time, its extra page included."""
-        last_row_end = len(request.prompt) + max(request.max_new_tokens - 1 + self.draft_len, 0)
+        last_row_end = len(request.prompt) + request.max_new_tokens - 1 + self.draft_len
         return self.page_allocator.pages_for(last_row_end) + self._num_extra_pages
 
     @property
@@ -102,8 +102,8 @@ class Engine:
         longest, pages = self._longest(request), self._most_pages(request)
         if longest > info.max_seq_len:
             raise RequestTooLargeError(
-                f"{what} and draft length {self.draft_len} reaches {longest} tokens, max_seq_len is {info.max_seq_len}: "
-                "shorten the request or raise max_seq_len"
+                f"{what} and draft length {self.draft_len} reaches {longest} tokens, max_seq_len is "
+                f"{info.max_seq_len}: shorten the request or raise max_seq_len"
             )
         row = max(len(request.prompt), 1 + self.draft_len)
         if row > info.max_num_tokens:
@@ -198,7 +198,7 @@ class Engine:
         generate_kind = "extend" if self.draft_len else "decode"
         self.batches["prefill" if not generate else "mixed" if prefill else generate_kind] += 1
         counts = [len(generate), sum(generate)]
-        return [len(prefill), sum(prefill), *(counts + [0, 0] if self.draft_len else [0, 0, *counts])]
+        return [len(prefill), sum(prefill), *([*counts, 0, 0] if self.draft_len else [0, 0, *counts])]
 
     def _run_speculative(self) -> tuple[list[list[int]], list[list[int]]]:
         """New tokens of every row, and its next input."""

@@ -51,7 +51,9 @@ class PageAllocator:
         """
         missing = num_pages - len(self._owned.get(owner, ()))
         if missing > len(self._free):
-            raise OutOfPagesError(f"{owner!r} needs {missing} more pages of {self.num_pages}, {len(self._free)} are free")
+            raise OutOfPagesError(
+                f"{owner!r} needs {missing} more pages of {self.num_pages}, {len(self._free)} are free"
+            )
         owned = self._owned.setdefault(owner, [])
         owned.extend(self._free.pop() for _ in range(missing))
         return tuple(owned)

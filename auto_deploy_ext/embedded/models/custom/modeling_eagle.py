@@ -87,8 +87,7 @@ class EagleWrapper(nn.Module):
     Args:
         config: the draft length.
         target_model: see the module docstring; eager at first, a GraphModule once it is exported.
-        draft_model: likewise. Its ``fc`` and ``d2t``, used between the two models and not within the drafter's graph, are
-            held here.
+        draft_model: likewise. Its ``fc`` and ``d2t`` are held here, because they work between the two graphs.
     """
 
     d2t: torch.Tensor | None
@@ -161,8 +160,8 @@ class EagleWrapper(nn.Module):
         Args:
             input_ids: ints ``[batch, sequence]``.
             position_ids: ints ``[batch, sequence]``; counted from 0 when left out.
-            hidden_states: ``[batch, sequence, hidden]`` for the drafter, already fused; zeros when left out, because nothing
-                captures the target's states on this path.
+            hidden_states: ``[batch, sequence, hidden]`` for the drafter, already fused; zeros when left out, because
+                nothing captures the target's states on this path.
         """
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand(*input_ids.shape)
@@ -189,7 +188,7 @@ class EagleWrapper(nn.Module):
         """Run the target alone on the interface's batch, of any kind.
 
         Returns:
-            Logits ``[gathered tokens, vocab]``: a row per sequence for prefill and decode rows, per token for extend rows.
+            Logits ``[gathered tokens, vocab]``: one row for a prefill or decode row, one per token of an extend row.
         """
         inputs_embeds = self.target_model.get_input_embeddings()(csi.get_arg("input_ids"))
         logits = self.target_model(inputs_embeds=inputs_embeds, **self.submodule_args(csi, self.target_model))
