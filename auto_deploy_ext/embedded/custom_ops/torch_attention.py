@@ -1,0 +1,220 @@
+"""Attention in plain PyTorch: the source op that models are exported with, and backend `torch` (unpaged cache).
+
+The backend reads device metadata only; of the host it needs nothing but the counts in `batch_info_host`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+ATTENTION_IMPLEMENTATION = "auto_deploy_ext"
+"""The `attn_implementation` under which transformers' models call the source op."""
+
+
+def grouped_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, allowed: torch.Tensor, scale: float | None
+) -> torch.Tensor:
+    """Masked attention with grouped heads, computed in float32.
+
+    Args:
+        q: [n, queries, heads, dim].
+        k: [n, keys, kv_heads, dim]; heads is a multiple of kv_heads.
+        v: [n, keys, kv_heads, v_dim].
+        allowed: bool [n or 1, queries, keys]. What a key that no query may see holds, NaN included, has no influence.
+        scale: Factor on the scores; None means dim ** -0.5.
+
+    Returns:
+        [n, queries, heads, v_dim] in q's dtype.
+    """
+    n, num_queries, heads, dim = q.shape
+    kv_heads = k.shape[2]
+    scale = dim**-0.5 if scale is None else scale
+    grouped = q.float().view(n, num_queries, kv_heads, heads // kv_heads, dim)
+    scores = torch.einsum("nqkgd,nskd->nkgqs", grouped, k.float()) * scale
+    weights = scores.masked_fill(~allowed[:, None, None], -torch.inf).softmax(dim=-1)
+    seen = allowed.any(dim=1)[:, :, None, None]
+    out = torch.einsum("nkgqs,nskd->nqkgd", weights, v.float().masked_fill(~seen, 0.0))
+    return out.reshape(n, num_queries, heads, v.shape[-1]).to(q.dtype)
+
+
+@torch.library.custom_op("auto_deploy_ext::torch_attention", mutates_args=())
+def torch_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None) -> torch.Tensor:
+    """Causal attention without a cache: what a model is exported with, to be replaced by a cached backend.
+
+    Args:
+        q: [batch, sequence, heads, dim].
+        k: [batch, sequence, kv_heads, dim].
+        v: [batch, sequence, kv_heads, v_dim].
+        scale: Factor on the scores; None means dim ** -0.5.
+
+    Returns:
+        [batch, sequence, heads, v_dim], contiguous.
+    """
+    length = q.shape[1]
+    allowed = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
+    return grouped_attention(q, k, v, allowed[None], scale)
+
+
+@torch_attention.register_fake
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None) -> torch.Tensor:
+    return q.new_empty(*q.shape[:3], v.shape[-1])
+
+
+def transformers_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """What transformers' attention layers call; see `transformers.AttentionInterface`.
+
+    Args:
+        module: The attention layer; it must be causal.
+        query: [batch, heads, sequence, dim]; key and value likewise, with kv_heads.
+        key: See query.
+        value: See query.
+        attention_mask: Must be None: transformers builds none for an implementation without a mask function.
+        scaling: Factor on the scores.
+        dropout: Must be 0.
+        **kwargs: Passed by some models; a sliding window, soft cap or sinks are refused.
+
+    Returns:
+        The output as [batch, sequence, heads, dim], and no attention weights.
+
+    Raises:
+        NotImplementedError: The layer asks for something that the source op does not compute.
+    """
+    unsupported = [name for name in ("sliding_window", "softcap", "s_aux") if kwargs.get(name) is not None]
+    if attention_mask is not None:
+        unsupported.append("attention_mask")
+    if dropout:
+        unsupported.append("dropout")
+    if not getattr(module, "is_causal", True):
+        unsupported.append("is_causal=False")
+    if unsupported:
+        raise NotImplementedError(
+            f"{type(module).__name__} asks for {', '.join(unsupported)}, which torch_attention does not compute; "
+            "use a model with plain causal attention"
+        )
+    out = torch.ops.auto_deploy_ext.torch_attention(
+        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), scaling
+    )
+    return out, None
+
+
+def batch_counts(batch_info_host: torch.Tensor) -> tuple[int, int, int, int, int, int]:
+    """Read num_prefill, num_prefill_tokens, num_extend, num_extend_tokens, num_decode, num_decode_tokens."""
+    counts = batch_info_host[:6].tolist()
+    return counts[0], counts[1], counts[2], counts[3], counts[4], counts[5]
+
+
+def _row_groups(batch_info_host: torch.Tensor) -> Iterator[tuple[int, int, int, int]]:
+    """Give (first row, rows, first token, tokens) of the prefill, the extend and the decode rows that there are."""
+    counts = batch_counts(batch_info_host)
+    row = token = 0
+    for rows, tokens in zip(counts[0::2], counts[1::2], strict=True):
+        if rows:
+            yield row, rows, token, tokens
+        row, token = row + rows, token + tokens
+
+
+def _longest(lengths: torch.Tensor, bound: int) -> int:
+    """The largest length where reading it costs nothing (on the CPU), else a bound known on the host."""
+    return min(int(lengths.max()), bound) if lengths.device.type == "cpu" else bound
+
+
+@torch.library.custom_op("auto_deploy_ext::torch_cached_attention", mutates_args=("k_cache", "v_cache"))
+def torch_cached_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    batch_info_host: torch.Tensor,
+    seq_len: torch.Tensor,
+    input_pos: torch.Tensor,
+    slot_idx: torch.Tensor,
+    cu_seqlen: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    scale: float | None,
+) -> torch.Tensor:
+    """Append to an unpaged cache and attend over it, for prefill, extend, decode and mixed batches.
+
+    Nothing is planned on the host: rows, positions and slots come from device tensors. The price: on CUDA, where
+    reading a length would wait for the device, each group of rows (prefill, extend, decode) is padded to a bound known
+    from the counts, and attends over max_seq_len keys: rows * tokens * max_seq_len scores for a group of several rows
+    of several tokens. On the CPU the true maxima are read instead.
+
+    Args:
+        q: [batch, sequence, heads, dim]; the batch's tokens in order when flattened.
+        k: [batch, sequence, kv_heads, dim].
+        v: [batch, sequence, kv_heads, v_dim].
+        batch_info_host: int [>= 6] on the host: `BatchInfo.serialize()`.
+        seq_len: int32 [>= rows]: new tokens of each row.
+        input_pos: int32 [>= rows]: tokens of each row that the cache holds already.
+        slot_idx: int64 [>= rows]: cache slot of each row.
+        cu_seqlen: int32 [>= rows + 1]: where each row's tokens start.
+        k_cache: [slots, max_seq_len, kv_heads, dim], written in place.
+        v_cache: [slots, max_seq_len, kv_heads, v_dim], written in place.
+        scale: Factor on the scores; None means dim ** -0.5.
+
+    Returns:
+        [batch, sequence, heads, v_dim] in q's dtype; zero for tokens beyond those that batch_info_host counts.
+    """
+    out = q.new_zeros(*q.shape[:3], v.shape[-1])
+    counts = batch_counts(batch_info_host)
+    num_rows, num_tokens = sum(counts[0::2]), sum(counts[1::2])
+    if num_tokens == 0:
+        return out
+    flat_q, flat_k, flat_v, flat_out = (x.flatten(0, 1) for x in (q, k, v, out))
+    starts = cu_seqlen[:num_rows].long()
+    ends = cu_seqlen[1 : num_rows + 1].contiguous()
+    tokens = torch.arange(num_tokens, device=q.device, dtype=ends.dtype)
+    row = torch.searchsorted(ends, tokens, right=True).clamp(max=num_rows - 1)
+    offset = tokens.long() - starts[row]
+    slots = slot_idx[:num_rows].long()
+    past = input_pos[:num_rows].long()
+
+    place = (slots[row], past[row] + offset)
+    k_cache.index_put_(place, flat_k[:num_tokens].to(k_cache.dtype))
+    v_cache.index_put_(place, flat_v[:num_tokens].to(v_cache.dtype))
+
+    for first_row, rows, first_token, group_tokens in _row_groups(batch_info_host):
+        in_rows, in_tokens = slice(first_row, first_row + rows), slice(first_token, first_token + group_tokens)
+        lengths = seq_len[in_rows]
+        queries = _longest(lengths, group_tokens - rows + 1)
+        keys = _longest(past[in_rows] + lengths, k_cache.shape[1])
+        steps = torch.arange(queries, device=q.device)
+        padded = flat_q[(starts[in_rows, None] + steps).clamp(max=num_tokens - 1)]
+        positions = past[in_rows, None] + steps
+        # Padding may reach beyond the cache; a row's own keys never do.
+        allowed = torch.arange(keys, device=q.device) <= positions[:, :, None]
+        attended = grouped_attention(
+            padded, k_cache[slots[in_rows], :keys], v_cache[slots[in_rows], :keys], allowed, scale
+        )
+        flat_out[in_tokens] = attended[row[in_tokens] - first_row, offset[in_tokens].clamp(max=queries - 1)]
+    return out
+
+
+@torch_cached_attention.register_fake
+def _(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    batch_info_host: torch.Tensor,
+    seq_len: torch.Tensor,
+    input_pos: torch.Tensor,
+    slot_idx: torch.Tensor,
+    cu_seqlen: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    scale: float | None,
+) -> torch.Tensor:
+    return q.new_empty(*q.shape[:3], v.shape[-1])
