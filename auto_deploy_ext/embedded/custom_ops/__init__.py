@@ -1,0 +1,1 @@
+"""Metadata, attention interfaces and custom ops of the embedded host."""

@@ -1,0 +1,615 @@
+"""InputBuffer: named metadata tensors in three memories (device, host mirror, staging) and the copies between them."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...mirrors import HOST_SUFFIX, Transfer
+
+#: ``(name, max_numel, dtype)`` or ``(name, max_numel, dtype, truncatable)``.
+TensorSpec = tuple[Any, ...]
+
+_STAGING_SLOTS = 3
+
+
+def unknown_name_message(kind: str, name: str, known: Iterable[str]) -> str:
+    """Say that ``name`` is unknown, with the closest known one as a suggestion."""
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+    return f"unknown {kind} {name!r}; {hint}"
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor's memory as ``[nbytes]`` uint8, aliasing it."""
+    return tensor.view(torch.uint8)
+
+
+def _resolve_device(device: torch.device | str) -> torch.device:
+    """Return the device with its index, so that ``cuda`` and ``cuda:0`` compare equal."""
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+@dataclass
+class _Region:
+    """A contiguous piece of memory that exists on the device and as a mirror on the host."""
+
+    device: torch.Tensor
+    mirror: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Field:
+    """One named tensor: where it lies (region and byte offset) and what it holds."""
+
+    name: str
+    region: str
+    offset: int
+    capacity: int
+    dtype: torch.dtype
+    truncatable: bool
+
+    @property
+    def nbytes(self) -> int:
+        return self.capacity * self.dtype.itemsize
+
+
+class _StagingRing:
+    """Pinned host slots that an H2D copy reads from, each reused only after its copy's event.
+
+    Host values may be written as soon as :meth:`upload` returns, however long the copy takes.
+    """
+
+    def __init__(self, depth: int = _STAGING_SLOTS) -> None:
+        self._slots: list[torch.Tensor | None] = [None] * depth
+        self._events: list[torch.cuda.Event | None] = [None] * depth
+        self._next = 0
+
+    def upload(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Copy (host bytes, CUDA device bytes) pairs on the current stream without waiting for it."""
+        index, self._next = self._next, (self._next + 1) % len(self._slots)
+        event = self._events[index]
+        if event is not None:
+            event.synchronize()
+        needed = sum(source.numel() for source, _ in pairs)
+        slot = self._slots[index]
+        if slot is None or slot.numel() < needed:
+            slot = self._slots[index] = torch.empty(needed, dtype=torch.uint8, pin_memory=True)
+        start = 0
+        for source, target in pairs:
+            piece = slot[start : start + source.numel()]
+            piece.copy_(source)
+            target.copy_(piece, non_blocking=True)
+            start += source.numel()
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(pairs[0][1].device))
+        self._events[index] = event
+
+
+class _LandingPool:
+    """Host memory that D2H copies land in; a piece is handed out again only after its copy's event."""
+
+    def __init__(self) -> None:
+        self._free: list[tuple[torch.Tensor, torch.cuda.Event | None]] = []
+
+    def take(self, nbytes: int, pinned: bool) -> torch.Tensor:
+        """Return ``[>= nbytes]`` uint8 host memory that no copy is writing."""
+        for index, (memory, event) in enumerate(self._free):
+            if memory.numel() >= nbytes and (event is None or event.query()):
+                del self._free[index]
+                return memory
+        # Rounded up, so that lengths that grow step by step find the same pieces again.
+        size = 1 << max(nbytes - 1, 255).bit_length()
+        return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+
+    def give_back(self, memory: torch.Tensor, event: torch.cuda.Event | None) -> None:
+        """Take memory back whose copy ends with ``event`` (``None``: has ended)."""
+        self._free.append((memory, event))
+
+
+@dataclass(frozen=True)
+class _Landed:
+    """One tensor inside a landing area."""
+
+    name: str
+    offset: int
+    nbytes: int
+    version: int
+
+
+class HostCopyTicket:
+    """A device-to-host copy that was started and whose result is applied to the mirrors at :meth:`wait`.
+
+    Until then it lies in a landing area of its own. A tensor whose mirror became newer in the meantime (a newer batch
+    was staged, or a later copy arrived) keeps the newer value. A ticket that nobody waits for costs nothing but memory.
+
+    Attributes:
+        transfer: what is moved; its ``waited`` turns true when :meth:`wait` waits.
+    """
+
+    def __init__(
+        self,
+        buffer: InputBuffer,
+        transfer: Transfer,
+        landing: torch.Tensor,
+        landed: Sequence[_Landed],
+        event: torch.cuda.Event | None,
+    ) -> None:
+        self.transfer = transfer
+        self._buffer = buffer
+        self._landing: torch.Tensor | None = landing
+        self._landed = landed
+        self._event = event
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Sorted ``_host`` names that travel."""
+        return self.transfer.names
+
+    @property
+    def done(self) -> bool:
+        """Whether :meth:`wait` was called."""
+        return self._landing is None
+
+    def overtaken(self) -> bool:
+        """Whether every tensor's mirror is at least as new as what travels, so that nothing would be applied."""
+        return not any(self._is_newer(piece) for piece in self._landed)
+
+    def _is_newer(self, piece: _Landed) -> bool:
+        return self._buffer.mirror_version[piece.name] < piece.version
+
+    def wait(self) -> tuple[str, ...]:
+        """Wait for the copy and write it into the mirrors that are older; a second call does nothing.
+
+        A ticket that was overtaken as a whole is dropped without waiting.
+
+        Returns:
+            Sorted ``_host`` names of the mirrors that were written.
+        """
+        if self._landing is None:
+            return ()
+        landing, self._landing = self._landing, None
+        applied = [piece for piece in self._landed if self._is_newer(piece)]
+        if applied:
+            self.transfer.waited = True
+            if self._event is not None:
+                self._event.synchronize()
+        for piece in applied:
+            mirror = _bytes(self._buffer.get_host_memory(piece.name))
+            count = min(piece.nbytes, mirror.numel())
+            mirror[:count].copy_(landing[piece.offset : piece.offset + count])
+            self._buffer.mirror_version[piece.name] = piece.version
+        self._buffer._landing_pool.give_back(landing, self._event)
+        return tuple(sorted(piece.name + HOST_SUFFIX for piece in applied))
+
+
+class InputBuffer:
+    """Named one-dimensional tensors, packed, in three memories.
+
+    * The *device* buffer: contiguous tensors packed into one byte buffer, each aligned to its item size; truncatable
+      ones have memory of their own and travel up to their current length.
+    * The *mirror* on the host, laid out in the same way: what :meth:`stage` writes and :meth:`get_host_view` gives.
+    * On CUDA, a ring of pinned *staging* slots that H2D copies read from, so that mirrors may be written while a copy
+      is under way; and landing areas for D2H copies, so that one in flight cannot write into a newer batch's mirror.
+
+    Each tensor has a version per side, a number that grows: equal means equal contents (up to the current length), a
+    device version above the mirror's means that the mirror is stale. Nothing here calls CUDA while the device is the
+    CPU.
+
+    Args:
+        specs: ``(name, max_numel, dtype[, truncatable])`` per tensor.
+
+    Attributes:
+        device_version: name -> version of the device side.
+        mirror_version: name -> version of the mirror.
+        transfer_observers: each is called with the :class:`~auto_deploy_ext.mirrors.Transfer` of every D2H copy when
+            it is started.
+
+    Example:
+        >>> buffer = InputBuffer([("seq_len", 4, torch.int32)])
+        >>> buffer.stage("seq_len", [3, 1])
+        >>> buffer.copy_to_device()
+        >>> buffer.get_view("seq_len", truncate=True)
+        tensor([3, 1], dtype=torch.int32)
+    """
+
+    def __init__(self, specs: Sequence[TensorSpec]) -> None:
+        self._device = torch.device("cpu")
+        self._fields: dict[str, _Field] = {}
+        self._regions: dict[str, _Region] = {}
+        self._lengths: dict[str, int] = {}
+        self.device_version: dict[str, int] = {}
+        self.mirror_version: dict[str, int] = {}
+        self.transfer_observers: list[Callable[[Transfer], None]] = []
+        self._staging = _StagingRing()
+        self._landing_pool = _LandingPool()
+        self._unclaimed: list[HostCopyTicket] = []
+
+        packed_size = 0
+        for name, max_numel, dtype, *rest in specs:
+            if rest and rest[0]:
+                self.add_truncatable_tensor(name, max_numel, dtype)
+                continue
+            offset = math.ceil(packed_size / dtype.itemsize) * dtype.itemsize
+            self._add_field(_Field(name, "", offset, max_numel, dtype, truncatable=False))
+            packed_size = offset + max_numel * dtype.itemsize
+        self._regions[""] = self._new_region(packed_size)
+
+    # Layout.
+
+    def _new_region(self, nbytes: int) -> _Region:
+        pinned = self._device.type == "cuda"
+        return _Region(
+            device=torch.zeros(nbytes, dtype=torch.uint8, device=self._device),
+            mirror=torch.zeros(nbytes, dtype=torch.uint8, pin_memory=pinned),
+        )
+
+    def _add_field(self, spec: _Field) -> None:
+        if spec.name in self._fields:
+            raise ValueError(f"InputBuffer has a tensor {spec.name!r} already")
+        self._fields[spec.name] = spec
+        self._lengths[spec.name] = 0
+        self.device_version[spec.name] = 0
+        self.mirror_version[spec.name] = 0
+
+    def add_truncatable_tensor(self, name: str, max_numel: int, dtype: torch.dtype) -> None:
+        """Add a tensor with memory of its own, which is copied up to its current length.
+
+        Raises:
+            ValueError: the name is taken.
+        """
+        self._add_field(_Field(name, name, 0, max_numel, dtype, truncatable=True))
+        self._regions[name] = self._new_region(max_numel * dtype.itemsize)
+
+    def resize(self, name: str, new_capacity: int) -> None:
+        """Give a truncatable tensor another capacity; contents up to the smaller one are kept, views become invalid.
+
+        Raises:
+            ValueError: the tensor is packed, so that its capacity is fixed.
+        """
+        spec = self._field(name)
+        if not spec.truncatable:
+            raise ValueError(f"only truncatable tensors can be resized, {name!r} is packed with others")
+        old = self._regions[name]
+        self._fields[name] = _Field(name, name, 0, new_capacity, spec.dtype, truncatable=True)
+        new = self._regions[name] = self._new_region(new_capacity * spec.dtype.itemsize)
+        kept = min(old.device.numel(), new.device.numel())
+        new.device[:kept].copy_(old.device[:kept])
+        new.mirror[:kept].copy_(old.mirror[:kept])
+        self._lengths[name] = min(self._lengths[name], new_capacity)
+
+    def to(self, *args: Any, **kwargs: Any) -> InputBuffer:
+        """Move the device side and its contents (``torch.Tensor.to``'s arguments, of which only the device counts).
+
+        Views taken before become invalid. Returns the buffer itself.
+        """
+        device, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        if device is None or _resolve_device(device) == self._device:
+            return self
+        self._device = _resolve_device(device)
+        for key, old in list(self._regions.items()):
+            new = self._regions[key] = self._new_region(old.device.numel())
+            new.device.copy_(old.device)
+            new.mirror.copy_(old.mirror)
+        self._staging, self._landing_pool = _StagingRing(), _LandingPool()
+        self._unclaimed.clear()
+        return self
+
+    @property
+    def tensor_names(self) -> list[str]:
+        """Names of all tensors, in the order in which they were added."""
+        return list(self._fields)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the device side lives."""
+        return self._device
+
+    @property
+    def host_device(self) -> torch.device:
+        """Where the mirrors live: the CPU."""
+        return torch.device("cpu")
+
+    def _field(self, name: str) -> _Field:
+        try:
+            return self._fields[name]
+        except KeyError:
+            raise KeyError(unknown_name_message("metadata tensor", name, self._fields)) from None
+
+    def is_truncatable(self, name: str) -> bool:
+        """Return whether the tensor has memory of its own and travels up to its current length."""
+        return self._field(name).truncatable
+
+    def get_capacity(self, name: str) -> int:
+        """Return the number of elements that the tensor can hold."""
+        return self._field(name).capacity
+
+    def get_current_length(self, name: str) -> int:
+        """Return the number of elements in use (the same for both sides)."""
+        self._field(name)
+        return self._lengths[name]
+
+    def set_current_length(self, name: str, length: int) -> None:
+        """Declare how many elements are in use; a device mutation that changes it calls this.
+
+        Raises:
+            ValueError: the length exceeds the capacity.
+        """
+        capacity = self.get_capacity(name)
+        if not 0 <= length <= capacity:
+            hint = "; raise it with SequenceInfo.update_cache_information" if self.is_truncatable(name) else ""
+            raise ValueError(f"{name!r} holds at most {capacity} elements, got {length}{hint}")
+        self._lengths[name] = length
+
+    def _view(self, memory: torch.Tensor, spec: _Field, count: int) -> torch.Tensor:
+        end = spec.offset + count * spec.dtype.itemsize
+        return memory[spec.offset : end].view(spec.dtype)
+
+    def get_view(self, name: str, truncate: bool = False) -> torch.Tensor:
+        """Return the device side, ``[capacity]``, or ``[current length]`` when truncated. It aliases the buffer."""
+        spec = self._field(name)
+        count = self._lengths[name] if truncate else spec.capacity
+        return self._view(self._regions[spec.region].device, spec, count)
+
+    def get_host_view(self, name: str, truncate: bool = False) -> torch.Tensor:
+        """Return the mirror, ``[capacity]``, or ``[current length]`` when truncated. It aliases the mirror.
+
+        Non-blocking copies that :meth:`copy_to_host` or :meth:`copy_names_to_host` left under way are waited for.
+        """
+        self._settle()
+        return self.get_host_memory(name, truncate)
+
+    def get_host_memory(self, name: str, truncate: bool = False) -> torch.Tensor:
+        """Return what :meth:`get_host_view` returns, without waiting for any copy."""
+        spec = self._field(name)
+        count = self._lengths[name] if truncate else spec.capacity
+        return self._view(self._regions[spec.region].mirror, spec, count)
+
+    # Versions.
+
+    def _next_version(self, name: str) -> int:
+        return max(self.device_version[name], self.mirror_version[name]) + 1
+
+    def bump_device(self, name: str) -> None:
+        """Record that the device side was written: its mirror is stale from now on."""
+        self._field(name)
+        self.device_version[name] = self._next_version(name)
+
+    def bump_mirror(self, name: str) -> None:
+        """Record that the mirror was given a value of its own: copies under way are overtaken."""
+        self._field(name)
+        self.mirror_version[name] = self._next_version(name)
+
+    def mark_mirror(self, name: str, version: int) -> None:
+        """Record that the mirror now holds what the device held at ``version``."""
+        self._field(name)
+        self.mirror_version[name] = max(self.mirror_version[name], version)
+
+    def stale_names(self) -> list[str]:
+        """Return the sorted names of the tensors whose mirror is older than the device side."""
+        return sorted(name for name in self._fields if self.mirror_version[name] < self.device_version[name])
+
+    # Host to device.
+
+    def stage(self, name: str, data: torch.Tensor | Sequence[Any], fill_value: Any | None = None) -> None:
+        """Write data to the mirror; :meth:`copy_to_device` brings it to the device. The length becomes data's.
+
+        Args:
+            name: tensor to write.
+            data: values, or a host tensor of any shape; converted to the tensor's dtype.
+            fill_value: when given, the rest of the capacity is filled with it.
+
+        Raises:
+            ValueError: more data than capacity.
+        """
+        spec = self._field(name)
+        if not isinstance(data, torch.Tensor):
+            data = torch.tensor(data, dtype=spec.dtype)
+        count = data.numel()
+        self.set_current_length(name, count)
+        mirror = self.get_host_memory(name)
+        mirror[:count].copy_(data.reshape(-1))
+        if fill_value is not None:
+            mirror[count:].fill_(fill_value)
+        self.bump_mirror(name)
+
+    def copy_to_device(self) -> None:
+        """Bring the mirrors to the device in one go, asynchronously on CUDA; both sides are then equally new.
+
+        The packed tensors travel whole, truncatable ones up to their current length.
+        """
+        pairs = []
+        for key, region in self._regions.items():
+            nbytes = region.mirror.numel() if key == "" else self._current_bytes(key)
+            pairs.append((region.mirror[:nbytes], region.device[:nbytes]))
+        if self._device.type == "cuda":
+            self._staging.upload(pairs)
+        else:
+            for source, target in pairs:
+                target.copy_(source)
+        for name in self._fields:
+            version = self._next_version(name)
+            self.device_version[name] = self.mirror_version[name] = version
+        # Whatever is still under way is older than every mirror now.
+        self._unclaimed.clear()
+
+    def copy_(self, name: str, src: torch.Tensor) -> None:
+        """Write one side, the one that ``src`` lives on (the device's when both are the CPU); length becomes src's.
+
+        A name that ends in ``_host`` means the mirror, wherever the device is.
+
+        Args:
+            name: tensor to write.
+            src: tensor of any shape on the buffer's device or on the host; converted to the tensor's dtype.
+
+        Raises:
+            ValueError: more data than capacity, or ``src`` lives on neither side.
+        """
+        base = name.removesuffix(HOST_SUFFIX)
+        to_mirror = base != name
+        src_device = _resolve_device(src.device)
+        if src_device not in (self._device, self.host_device) or (to_mirror and src_device != self.host_device):
+            raise ValueError(
+                f"copy_({name!r}): the source is on {src.device}, the buffer on {self._device} and {self.host_device}"
+            )
+        to_mirror = to_mirror or src_device != self._device
+        self.set_current_length(base, src.numel())
+        view = self.get_host_memory(base) if to_mirror else self.get_view(base)
+        view[: src.numel()].copy_(src.reshape(-1))
+        if to_mirror:
+            self.bump_mirror(base)
+        else:
+            self.bump_device(base)
+
+    # Device to host.
+
+    def _current_bytes(self, name: str) -> int:
+        return self._lengths[name] * self._fields[name].dtype.itemsize
+
+    def _base_names(self, names: Collection[str]) -> list[str]:
+        if isinstance(names, str):
+            raise TypeError(f"names must be a collection of names, got the string {names!r}")
+        return sorted({self._field(name.removesuffix(HOST_SUFFIX)).name for name in names})
+
+    def _report(self, names: Iterable[str], nbytes: int, waited: bool, trigger: str) -> Transfer:
+        transfer = Transfer(tuple(sorted(name + HOST_SUFFIX for name in names)), nbytes, waited, trigger)
+        for observer in list(self.transfer_observers):
+            observer(transfer)
+        return transfer
+
+    def copy_to_host(self, non_blocking: bool = False, trigger: str = "") -> HostCopyTicket | None:
+        """Bring every mirror up to date in one transfer: packed tensors whole, truncatable ones at current length.
+
+        Args:
+            non_blocking: return before the copy is done. The mirrors change when the returned ticket is waited for or
+                when any mirror is next asked for through :meth:`get_host_view`.
+            trigger: what the transfer is reported as caused by.
+
+        Returns:
+            The ticket of a non-blocking copy, else ``None``.
+        """
+        packed = self._regions[""]
+        truncatable = [name for name, spec in self._fields.items() if spec.truncatable]
+        sources = [packed.device, *(_bytes(self.get_view(name, truncate=True)) for name in truncatable)]
+        if non_blocking:
+            landed = []
+            start = packed.device.numel()
+            for name, spec in self._fields.items():
+                offset, nbytes = spec.offset, spec.nbytes
+                if spec.truncatable:
+                    offset, nbytes = start, self._current_bytes(name)
+                    start += nbytes
+                landed.append(_Landed(name, offset, nbytes, self.device_version[name]))
+            ticket = self._start(sources, landed, trigger)
+            self._unclaimed.append(ticket)
+            return ticket
+        targets = [packed.mirror, *(_bytes(self.get_host_memory(name, truncate=True)) for name in truncatable)]
+        self._prefer_device(self._fields)
+        self._copy_blocking(sources, targets)
+        self._finish_blocking(self.tensor_names, sum(source.numel() for source in sources), trigger)
+        return None
+
+    def copy_names_to_host(
+        self, names: Collection[str], non_blocking: bool = False, trigger: str = ""
+    ) -> HostCopyTicket | None:
+        """Bring exactly the named mirrors up to date, at their current lengths, in one transfer.
+
+        Args:
+            names: base names or ``_host`` names; none means no transfer.
+            non_blocking: as for :meth:`copy_to_host`.
+            trigger: what the transfer is reported as caused by.
+
+        Returns:
+            The ticket of a non-blocking copy, else ``None``.
+        """
+        bases = self._base_names(names)
+        if not bases:
+            return None
+        if non_blocking:
+            ticket = self.start_copy_to_host(bases, trigger)
+            self._unclaimed.append(ticket)
+            return ticket
+        self._prefer_device(bases)
+        if self._device.type == "cuda" and len(bases) > 1:
+            # One transfer: packed on the device, unpacked here.
+            self._start_names(bases, trigger, waited=True).wait()
+            return None
+        sources = [_bytes(self.get_view(name, truncate=True)) for name in bases]
+        self._copy_blocking(sources, [_bytes(self.get_host_memory(name, truncate=True)) for name in bases])
+        self._finish_blocking(bases, sum(source.numel() for source in sources), trigger)
+        return None
+
+    def start_copy_to_host(self, names: Collection[str], trigger: str = "") -> HostCopyTicket:
+        """Start copying the named tensors, at their current lengths, as one transfer into a landing area.
+
+        The mirrors stay as they are until the ticket is waited for. On CUDA the host does not wait here: the tensors
+        are packed on the device on the current stream and travel in one copy.
+
+        Args:
+            names: base names or ``_host`` names, at least one.
+            trigger: what the transfer is reported as caused by.
+
+        Raises:
+            ValueError: no names.
+        """
+        return self._start_names(self._base_names(names), trigger, waited=False)
+
+    def _start_names(self, bases: Sequence[str], trigger: str, waited: bool) -> HostCopyTicket:
+        if not bases:
+            raise ValueError("start_copy_to_host needs at least one name")
+        # Widest items first: every piece is then aligned without padding.
+        ordered = sorted(bases, key=lambda name: -self._fields[name].dtype.itemsize)
+        landed, start = [], 0
+        for name in ordered:
+            landed.append(_Landed(name, start, self._current_bytes(name), self.device_version[name]))
+            start += landed[-1].nbytes
+        sources = [_bytes(self.get_view(name, truncate=True)) for name in ordered]
+        return self._start(sources, landed, trigger, waited)
+
+    def _start(
+        self, sources: Sequence[torch.Tensor], landed: Sequence[_Landed], trigger: str, waited: bool = False
+    ) -> HostCopyTicket:
+        nbytes = sum(source.numel() for source in sources)
+        on_cuda = self._device.type == "cuda"
+        landing = self._landing_pool.take(nbytes, pinned=on_cuda)
+        event = None
+        if on_cuda:
+            packed = sources[0] if len(sources) == 1 else torch.cat(list(sources))
+            landing[:nbytes].copy_(packed, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self._device))
+        else:
+            torch.cat(list(sources), out=landing[:nbytes])
+        transfer = self._report((piece.name for piece in landed), nbytes, waited, trigger)
+        return HostCopyTicket(self, transfer, landing, landed, event)
+
+    def _copy_blocking(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        on_cuda = self._device.type == "cuda"
+        for source, target in zip(sources, targets, strict=True):
+            target.copy_(source, non_blocking=on_cuda)
+        if on_cuda:
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def _prefer_device(self, names: Iterable[str]) -> None:
+        """Make the device side the newer one where a mirror was written alone: a blocking copy overwrites it."""
+        for name in names:
+            if self.mirror_version[name] > self.device_version[name]:
+                self.bump_device(name)
+
+    def _finish_blocking(self, names: Sequence[str], nbytes: int, trigger: str) -> None:
+        for name in names:
+            self.mirror_version[name] = self.device_version[name]
+        self._report(names, nbytes, True, trigger)
+
+    def _settle(self) -> None:
+        while self._unclaimed:
+            self._unclaimed.pop(0).wait()

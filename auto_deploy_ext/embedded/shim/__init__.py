@@ -1,0 +1,1 @@
+"""The interface between a pipeline's models and their cached sequences."""
