@@ -1,0 +1,154 @@
+"""The functions that stand for effects in an orchestrator graph; each survives dead-code elimination.
+
+FX treats a `call_method` whose result is unused as dead and deletes it, so every effect of an orchestrator is a
+`call_function` of one of these. All are marked side-effectful at import, also in a process that unpickles a graph.
+"""
+
+from __future__ import annotations
+
+import operator
+import pkgutil
+from collections.abc import Callable
+from functools import lru_cache
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import has_side_effect
+
+Override = tuple[str, ...] | None
+
+
+@has_side_effect
+def mutate(info: Any, name: str, *operands: Any, active_args: Override = None, **kwargs: Any) -> Any:
+    """Call the metadata mutation `name` of `info` (a SequenceInfo).
+
+    Args:
+        info: the host's SequenceInfo.
+        name: a registered mutation, for example `switch_to_generate_`.
+        operands: the mutation's own arguments.
+        active_args: None leaves the mutation un-narrowed; a sorted tuple of `_host` names narrows what it mirrors to
+            those (an empty tuple: nothing), through the host's `active_args_override`.
+        kwargs: the mutation's own keyword arguments.
+    """
+    if active_args is None:
+        return getattr(info, name)(*operands, **kwargs)
+    return getattr(info, name)(*operands, active_args_override=set(active_args), **kwargs)
+
+
+@has_side_effect
+def invoke(obj: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+    """Call the method `name` of `obj`, anything that is no tensor and no registered mutation."""
+    return getattr(obj, name)(*args, **kwargs)
+
+
+@has_side_effect
+def call_inplace(tensor: torch.Tensor, name: str, *args: Any, **kwargs: Any) -> Any:
+    """Call the in-place method `name` (`fill_`, `copy_`, `__iadd__`, ...) of `tensor`."""
+    return getattr(tensor, name)(*args, **kwargs)
+
+
+@has_side_effect
+def setitem(obj: Any, index: Any, value: Any) -> None:
+    """Do `obj[index] = value`."""
+    obj[index] = value
+
+
+@has_side_effect
+def set_attribute(owner: Any, name: str, value: Any) -> None:
+    """Do `owner.name = value`."""
+    setattr(owner, name, value)
+
+
+@has_side_effect
+def call(name: str, *args: Any, **kwargs: Any) -> Any:
+    """Call the function of that qualified name (`torch.cuda.synchronize`), which has effects that FX cannot see."""
+    return _resolve(name)(*args, **kwargs)
+
+
+@lru_cache
+def _resolve(name: str) -> Callable[..., Any]:
+    return pkgutil.resolve_name(name)
+
+
+def make_set(*items: Any) -> frozenset[Any]:
+    """Build a frozenset; FX takes no set as an argument."""
+    return frozenset(items)
+
+
+def make_namespace(**fields: Any) -> SimpleNamespace:
+    """Build a SimpleNamespace; FX takes none as an argument."""
+    return SimpleNamespace(**fields)
+
+
+#: `tensor += x` and its like.
+INPLACE_OPERATORS = frozenset(
+    f"__i{name}__"
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+)
+
+EFFECTS = frozenset({mutate, invoke, call_inplace, setitem, set_attribute, call})
+
+
+def is_inplace_name(name: str) -> bool:
+    """Whether a tensor method of that name writes its tensor: `fill_`, `__iadd__`, `__setitem__`."""
+    return name in INPLACE_OPERATORS or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+
+
+def normalize_effects(graph: Graph, is_mutation: Callable[[str], bool]) -> int:
+    """Rewrite the `call_method` nodes of a hand-built graph that have effects into the functions above, in place.
+
+    Registered mutations become `mutate` (a hand-written `active_args_override` becomes its sorted tuple), other
+    methods that end in `_` become `call_inplace`, `__setitem__` and `operator.setitem` become `setitem`.
+
+    Args:
+        graph: the graph to rewrite.
+        is_mutation: says whether a method name is a registered mutation.
+
+    Returns:
+        The number of nodes replaced; a second call returns 0.
+    """
+    replaced = 0
+    for node in list(graph.nodes):
+        form = _effect_form(node, is_mutation)
+        if form is None:
+            continue
+        function, args, kwargs = form
+        with graph.inserting_before(node):
+            new = graph.call_function(function, args, kwargs)
+        new.meta = dict(node.meta)
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+        replaced += 1
+    return replaced
+
+
+def _effect_form(
+    node: Node, is_mutation: Callable[[str], bool]
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None:
+    if node.op == "call_function" and node.target is operator.setitem:
+        return setitem, node.args, dict(node.kwargs)
+    if node.op != "call_method":
+        return None
+    name = str(node.target)
+    receiver, *rest = node.args
+    kwargs = dict(node.kwargs)
+    if is_mutation(name) and not is_tensor_copy(node):
+        if kwargs.get("active_args_override", ()) is None:
+            del kwargs["active_args_override"]
+        if "active_args_override" in kwargs:
+            override = kwargs.pop("active_args_override")
+            kwargs["active_args"] = override if isinstance(override, Node) else tuple(sorted(override))
+        return mutate, (receiver, name, *rest), kwargs
+    if name == "__setitem__":
+        return setitem, node.args, kwargs
+    if is_inplace_name(name):
+        return call_inplace, (receiver, name, *rest), kwargs
+    return None
+
+
+def is_tensor_copy(node: Node) -> bool:
+    """Whether `copy_` is a tensor's own (first argument a tensor) and not the interface's (first argument a name)."""
+    first = node.args[1] if len(node.args) > 1 else node.kwargs.get("name")
+    return node.target == "copy_" and not isinstance(first, str)
