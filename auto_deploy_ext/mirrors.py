@@ -43,7 +43,7 @@ def record_mirrors(info: Any) -> Iterator[list[Transfer]]:
     Example:
         >>> from auto_deploy_ext.embedded.custom_ops.attention_interface import SequenceInfo
         >>> info = SequenceInfo(max_seq_len=8, max_batch_size=2, max_num_tokens=8)
-        >>> info.activate_arg("cu_seqlen_host")
+        >>> _ = info.activate_arg("cu_seqlen_host")
         >>> info.set_example_sequence([[1, 2, 3], [4, 5]])
         >>> with record_mirrors(info) as transfers:
         ...     info.switch_to_generate_(active_args_override={"cu_seqlen_host"})

@@ -55,9 +55,7 @@ def last_page_lengths(seq_len_with_cache: Sequence[int], tokens_per_block: int) 
     return [(length - 1) % tokens_per_block + 1 for length in seq_len_with_cache]
 
 
-def gather_indices(
-    cu_seqlen: Sequence[int], num_prefill: int, gather_context_logits: bool
-) -> tuple[list[int], bool]:
+def gather_indices(cu_seqlen: Sequence[int], num_prefill: int, gather_context_logits: bool) -> tuple[list[int], bool]:
     """Return the tokens that get logits and whether gathering is needed.
 
     Every token (not needed) when there is no prefill or context logits are wanted, else each prefill's last token and

@@ -39,17 +39,13 @@ def _resolve_device(device: torch.device | str) -> torch.device:
     return device
 
 
-@dataclass
-class _Region:
-    """A contiguous piece of memory that exists on the device and as a mirror on the host."""
-
-    device: torch.Tensor
-    mirror: torch.Tensor
+#: Region of all tensors that are packed; a truncatable tensor's region has the tensor's name.
+_PACKED = ""
 
 
 @dataclass(frozen=True)
 class _Field:
-    """One named tensor: where it lies (region and byte offset) and what it holds."""
+    """One named tensor: where it lies (region and byte offset, the same on both sides) and what it holds."""
 
     name: str
     region: str
@@ -130,7 +126,7 @@ class HostCopyTicket:
     """A device-to-host copy that was started and whose result is applied to the mirrors at :meth:`wait`.
 
     Until then it lies in a landing area of its own. A tensor whose mirror became newer in the meantime (a newer batch
-    was staged, or a later copy arrived) keeps the newer value. A ticket that nobody waits for costs nothing but memory.
+    was staged, or a copy of a newer version arrived) keeps the newer value. A ticket that nobody waits for costs nothing but memory.
 
     Attributes:
         transfer: what is moved; its ``waited`` turns true when :meth:`wait` waits.
@@ -161,14 +157,14 @@ class HostCopyTicket:
         return self._landing is None
 
     def overtaken(self) -> bool:
-        """Whether every tensor's mirror is at least as new as what travels, so that nothing would be applied."""
-        return not any(self._is_newer(piece) for piece in self._landed)
+        """Whether every tensor's mirror is newer than what travels, so that nothing would be applied."""
+        return not any(self._applies(piece) for piece in self._landed)
 
-    def _is_newer(self, piece: _Landed) -> bool:
-        return self._buffer.mirror_version[piece.name] < piece.version
+    def _applies(self, piece: _Landed) -> bool:
+        return self._buffer.mirror_version[piece.name] <= piece.version
 
     def wait(self) -> tuple[str, ...]:
-        """Wait for the copy and write it into the mirrors that are older; a second call does nothing.
+        """Wait for the copy and write it into the mirrors that are not newer; a second call does nothing.
 
         A ticket that was overtaken as a whole is dropped without waiting.
 
@@ -178,7 +174,7 @@ class HostCopyTicket:
         if self._landing is None:
             return ()
         landing, self._landing = self._landing, None
-        applied = [piece for piece in self._landed if self._is_newer(piece)]
+        applied = [piece for piece in self._landed if self._applies(piece)]
         if applied:
             self.transfer.waited = True
             if self._event is not None:
@@ -225,7 +221,8 @@ class InputBuffer:
     def __init__(self, specs: Sequence[TensorSpec]) -> None:
         self._device = torch.device("cpu")
         self._fields: dict[str, _Field] = {}
-        self._regions: dict[str, _Region] = {}
+        self._device_regions: dict[str, torch.Tensor] = {}
+        self._mirror_regions: dict[str, torch.Tensor] = {}
         self._lengths: dict[str, int] = {}
         self.device_version: dict[str, int] = {}
         self.mirror_version: dict[str, int] = {}
@@ -240,18 +237,23 @@ class InputBuffer:
                 self.add_truncatable_tensor(name, max_numel, dtype)
                 continue
             offset = math.ceil(packed_size / dtype.itemsize) * dtype.itemsize
-            self._add_field(_Field(name, "", offset, max_numel, dtype, truncatable=False))
+            self._add_field(_Field(name, _PACKED, offset, max_numel, dtype, truncatable=False))
             packed_size = offset + max_numel * dtype.itemsize
-        self._regions[""] = self._new_region(packed_size)
+        self._allocate(_PACKED, packed_size)
 
     # Layout.
 
-    def _new_region(self, nbytes: int) -> _Region:
-        pinned = self._device.type == "cuda"
-        return _Region(
-            device=torch.zeros(nbytes, dtype=torch.uint8, device=self._device),
-            mirror=torch.zeros(nbytes, dtype=torch.uint8, pin_memory=pinned),
-        )
+    def _allocate(self, region: str, nbytes: int) -> None:
+        """Give a region zeroed memory on both sides, keeping what it held before."""
+        on_cuda = self._device.type == "cuda"
+        device = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
+        mirror = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=on_cuda)
+        for regions, new in ((self._device_regions, device), (self._mirror_regions, mirror)):
+            old = regions.get(region)
+            if old is not None:
+                kept = min(old.numel(), nbytes)
+                new[:kept].copy_(old[:kept])
+            regions[region] = new
 
     def _add_field(self, spec: _Field) -> None:
         if spec.name in self._fields:
@@ -268,7 +270,7 @@ class InputBuffer:
             ValueError: the name is taken.
         """
         self._add_field(_Field(name, name, 0, max_numel, dtype, truncatable=True))
-        self._regions[name] = self._new_region(max_numel * dtype.itemsize)
+        self._allocate(name, max_numel * dtype.itemsize)
 
     def resize(self, name: str, new_capacity: int) -> None:
         """Give a truncatable tensor another capacity; contents up to the smaller one are kept, views become invalid.
@@ -279,12 +281,8 @@ class InputBuffer:
         spec = self._field(name)
         if not spec.truncatable:
             raise ValueError(f"only truncatable tensors can be resized, {name!r} is packed with others")
-        old = self._regions[name]
         self._fields[name] = _Field(name, name, 0, new_capacity, spec.dtype, truncatable=True)
-        new = self._regions[name] = self._new_region(new_capacity * spec.dtype.itemsize)
-        kept = min(old.device.numel(), new.device.numel())
-        new.device[:kept].copy_(old.device[:kept])
-        new.mirror[:kept].copy_(old.mirror[:kept])
+        self._allocate(name, new_capacity * spec.dtype.itemsize)
         self._lengths[name] = min(self._lengths[name], new_capacity)
 
     def to(self, *args: Any, **kwargs: Any) -> InputBuffer:
@@ -296,10 +294,8 @@ class InputBuffer:
         if device is None or _resolve_device(device) == self._device:
             return self
         self._device = _resolve_device(device)
-        for key, old in list(self._regions.items()):
-            new = self._regions[key] = self._new_region(old.device.numel())
-            new.device.copy_(old.device)
-            new.mirror.copy_(old.mirror)
+        for region, memory in list(self._device_regions.items()):
+            self._allocate(region, memory.numel())
         self._staging, self._landing_pool = _StagingRing(), _LandingPool()
         self._unclaimed.clear()
         return self
@@ -358,7 +354,7 @@ class InputBuffer:
         """Return the device side, ``[capacity]``, or ``[current length]`` when truncated. It aliases the buffer."""
         spec = self._field(name)
         count = self._lengths[name] if truncate else spec.capacity
-        return self._view(self._regions[spec.region].device, spec, count)
+        return self._view(self._device_regions[spec.region], spec, count)
 
     def get_host_view(self, name: str, truncate: bool = False) -> torch.Tensor:
         """Return the mirror, ``[capacity]``, or ``[current length]`` when truncated. It aliases the mirror.
@@ -372,7 +368,7 @@ class InputBuffer:
         """Return what :meth:`get_host_view` returns, without waiting for any copy."""
         spec = self._field(name)
         count = self._lengths[name] if truncate else spec.capacity
-        return self._view(self._regions[spec.region].mirror, spec, count)
+        return self._view(self._mirror_regions[spec.region], spec, count)
 
     # Versions.
 
@@ -428,9 +424,9 @@ class InputBuffer:
         The packed tensors travel whole, truncatable ones up to their current length.
         """
         pairs = []
-        for key, region in self._regions.items():
-            nbytes = region.mirror.numel() if key == "" else self._current_bytes(key)
-            pairs.append((region.mirror[:nbytes], region.device[:nbytes]))
+        for region, mirror in self._mirror_regions.items():
+            nbytes = mirror.numel() if region == _PACKED else self._current_bytes(region)
+            pairs.append((mirror[:nbytes], self._device_regions[region][:nbytes]))
         if self._device.type == "cuda":
             self._staging.upload(pairs)
         else:
@@ -497,12 +493,12 @@ class InputBuffer:
         Returns:
             The ticket of a non-blocking copy, else ``None``.
         """
-        packed = self._regions[""]
+        packed = self._device_regions[_PACKED]
         truncatable = [name for name, spec in self._fields.items() if spec.truncatable]
-        sources = [packed.device, *(_bytes(self.get_view(name, truncate=True)) for name in truncatable)]
+        sources = [packed, *(_bytes(self.get_view(name, truncate=True)) for name in truncatable)]
         if non_blocking:
             landed = []
-            start = packed.device.numel()
+            start = packed.numel()
             for name, spec in self._fields.items():
                 offset, nbytes = spec.offset, spec.nbytes
                 if spec.truncatable:
@@ -512,7 +508,10 @@ class InputBuffer:
             ticket = self._start(sources, landed, trigger)
             self._unclaimed.append(ticket)
             return ticket
-        targets = [packed.mirror, *(_bytes(self.get_host_memory(name, truncate=True)) for name in truncatable)]
+        targets = [
+            self._mirror_regions[_PACKED],
+            *(_bytes(self.get_host_memory(name, truncate=True)) for name in truncatable),
+        ]
         self._prefer_device(self._fields)
         self._copy_blocking(sources, targets)
         self._finish_blocking(self.tensor_names, sum(source.numel() for source in sources), trigger)

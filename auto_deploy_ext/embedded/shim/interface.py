@@ -39,13 +39,21 @@ class KvCacheManager:
     """What the caches are: their pages and the tensors by resource name.
 
     Args:
-        info: the metadata of the batch.
-        resources: the interface's caches by name; it is read, never written.
+        interface: whose caches these are.
     """
 
-    def __init__(self, info: SequenceInfo, resources: Mapping[str, torch.Tensor]) -> None:
-        self.info = info
-        self.resources = resources
+    def __init__(self, interface: CachedSequenceInterface) -> None:
+        self._interface = interface
+
+    @property
+    def info(self) -> SequenceInfo:
+        """The metadata of the batch."""
+        return self._interface.info
+
+    @property
+    def resources(self) -> Mapping[str, torch.Tensor]:
+        """The interface's caches by name, read-only."""
+        return MappingProxyType(self._interface._caches)
 
     @property
     def num_blocks(self) -> int:
@@ -73,10 +81,11 @@ class HybridCacheManager(KvCacheManager):
 
     def state_pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return (states ``[slots, *shape]``, states after each token ``[slots, depth, *shape]``) per resource."""
+        caches = self.resources
         return [
-            (self.resources[name.removeprefix(INTERMEDIATE_PREFIX)], intermediate)
-            for name, intermediate in self.resources.items()
-            if name.startswith(INTERMEDIATE_PREFIX) and name.removeprefix(INTERMEDIATE_PREFIX) in self.resources
+            (state, caches[INTERMEDIATE_PREFIX + name])
+            for name, state in caches.items()
+            if INTERMEDIATE_PREFIX + name in caches
         ]
 
     def update_mamba_states(self, slot_idx: torch.Tensor, new_tokens_lens: torch.Tensor) -> None:
@@ -175,8 +184,7 @@ class CachedSequenceInterface:
     def to(self, *args: Any, **kwargs: Any) -> CachedSequenceInterface:
         """Move metadata and caches (``torch.Tensor.to``'s arguments, only the device counts). Returns itself."""
         self.info.to(*args, **kwargs)
-        # In place: the cache manager reads this mapping.
-        self._caches.update({name: cache.to(self.device) for name, cache in self._caches.items()})
+        self._caches = {name: cache.to(self.device) for name, cache in self._caches.items()}
         return self
 
     # Arguments.
@@ -236,11 +244,10 @@ class CachedSequenceInterface:
         """
         self._check_uniform()
         self.info.update_cache_information(self._wanted_blocks())
-        self._caches.clear()
-        self._caches.update({name: handler.allocate(self.info) for name, handler in self._handlers.items()})
+        self._caches = {name: handler.allocate(self.info) for name, handler in self._handlers.items()}
         hybrid = any(isinstance(handler, StateResourceHandler) for handler in self._handlers.values())
         manager = HybridCacheManager if hybrid else KvCacheManager
-        self._kv_cache_manager = manager(self.info, MappingProxyType(self._caches))
+        self._kv_cache_manager = manager(self)
         return len(self._caches)
 
     def resize(self, num_blocks: int | None = None) -> int:
@@ -264,12 +271,10 @@ class CachedSequenceInterface:
                 self._caches.pop(name, None)
             self.info.update_cache_information(num_blocks)
             # In the order of registration, as before.
-            fresh = {
+            self._caches = {
                 name: handler.allocate(self.info) if handler.is_paged else self._caches[name]
                 for name, handler in self._handlers.items()
             }
-            self._caches.clear()
-            self._caches.update(fresh)
         return num_blocks
 
     def _wanted_blocks(self) -> int:
