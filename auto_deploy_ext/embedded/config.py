@@ -116,7 +116,7 @@ class EmbeddedConfig(BaseModel):
         if self.speculative_config is None or self.speculative_config.decoding_type is None:
             return self
         drafted = self.speculative_config.max_draft_len
-        tokens_per_block = self.kv_cache_config.tokens_per_block or self.max_seq_len
+        tokens_per_block = self.kv_cache_config.tokens_per_block
         if tokens_per_block < drafted + 1:
             raise PydanticCustomError(
                 _BLOCK_TOO_SMALL,
