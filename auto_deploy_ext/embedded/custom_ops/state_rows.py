@@ -1,8 +1,37 @@
-"""Index arithmetic shared by the cached ops that keep one state per slot (SSM and causal convolution)."""
+"""What the cached ops that keep one state per slot (SSM and causal convolution) share: caches and index arithmetic."""
 
 from __future__ import annotations
 
 import torch
+from torch.fx import Node
+
+from .resource_handlers import StateResourceHandler
+from .sequence_info import SequenceInfo
+
+
+class IntermediateStateResourceHandler(StateResourceHandler):
+    """The state after each token of an extend row: ``[slots, 1 + max_draft_len, *state_shape]``.
+
+    The draft length is the one in the interface's ``batch_info`` when the cache is allocated.
+    """
+
+    def allocate(self, sequence_info: SequenceInfo) -> torch.Tensor:
+        """Return the states, zeroed."""
+        depth = 1 + sequence_info.batch_info.get_max_draft_len()
+        shape = (sequence_info.max_num_state_slots, depth, *self.state_shape)
+        return torch.zeros(shape, dtype=self.dtype, device=sequence_info.device)
+
+
+def example_value(node: Node, index: int) -> torch.Tensor:
+    """The fake tensor that export recorded for an argument of a node.
+
+    Raises:
+        TypeError: that argument is no tensor in the graph.
+    """
+    argument = node.args[index]
+    if not isinstance(argument, Node):
+        raise TypeError(f"argument {index} of {node.format_node()} is {argument!r}, not a tensor in the graph")
+    return argument.meta["val"]
 
 
 def rows_of_tokens(cu_seqlen: torch.Tensor, num_rows: int, num_tokens: int) -> torch.Tensor:

@@ -5,14 +5,26 @@ A slot's state is the last ``kernel - 1`` inputs of its sequence. Nothing here w
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
+from torch._ops import OpOverloadPacket
+from torch.fx import Node
 
-from .batch_info import BatchInfo
-from .state_rows import extend_length, rows_of_tokens
+from .attention_interface import (
+    AttentionDescriptor,
+    AttentionLayout,
+    AttentionRegistry,
+    BatchInfo,
+    ResourceHandlerDict,
+    StateResourceHandler,
+)
+from .state_rows import IntermediateStateResourceHandler, example_value, extend_length, rows_of_tokens
 
-NUM_SOURCE_TENSORS = 3
-"""Leading arguments that the source op and the cached op share: input, weight, bias."""
+if TYPE_CHECKING:
+    from ..shim.interface import KvCacheConfig
 
 
 @torch.library.custom_op("auto_deploy_ext::torch_causal_conv1d", mutates_args={})
@@ -107,8 +119,7 @@ def torch_cached_causal_conv1d(
 
     Prefill rows begin with their slot's state where ``use_initial_states`` says so, else with zeros, and store the
     state after their last token. Extend rows begin with their slot's state, leave it as it is and store the state after
-    each of their tokens in the intermediate cache; a prefill row's state is stored there, too, as that after its one
-    new token. Decode rows update their slot's state in place.
+    each of their tokens in the intermediate cache. Decode rows update their slot's state in place.
 
     Args:
         input: ``[b, s, channels]``, the batch's tokens row after row; ``b * s`` may exceed them.
@@ -143,7 +154,6 @@ def torch_cached_causal_conv1d(
         windows, states = _prefill(x[:prefill_end], cu_seqlen, num_prefill, states, kernel)
         y[:prefill_end] = _convolve(windows, weight, bias)
         conv_state_cache[slots] = states.to(conv_state_cache.dtype)
-        intermediate_conv_state_cache[slots, 0] = states.to(intermediate_conv_state_cache.dtype)
 
     if num_extend:
         length = extend_length(num_extend, extend_tokens, intermediate_conv_state_cache)
@@ -176,3 +186,43 @@ def _torch_cached_causal_conv1d_fake(
     intermediate_conv_state_cache: torch.Tensor,
 ) -> torch.Tensor:
     return torch.empty_like(input, memory_format=torch.contiguous_format)
+
+
+@AttentionRegistry.register("torch_causal_conv")
+class TorchCausalConv(AttentionDescriptor):
+    """Backend ``torch_causal_conv``: states in the inputs' dtype, one slot per sequence."""
+
+    @classmethod
+    def get_attention_layout(cls) -> AttentionLayout:
+        """Tokens before channels."""
+        return "bsnd"
+
+    @classmethod
+    def get_num_qkv_args(cls) -> int:
+        """input, weight, bias."""
+        return 3
+
+    @classmethod
+    def get_source_attention_op(cls) -> OpOverloadPacket:
+        """The op that models are exported with."""
+        return torch.ops.auto_deploy_ext.torch_causal_conv1d
+
+    @classmethod
+    def get_cached_attention_op(cls) -> Callable:
+        """The op that takes its place."""
+        return torch.ops.auto_deploy_ext.torch_cached_causal_conv1d.default
+
+    @classmethod
+    def get_standard_metadata_args(cls) -> list[str]:
+        """Counts on the host, the rest on the device."""
+        return ["batch_info_host", "cu_seqlen", "slot_idx", "use_initial_states"]
+
+    @classmethod
+    def get_cache_initializers(cls, source_attn_node: Node, cache_config: KvCacheConfig) -> ResourceHandlerDict:
+        """The state, and the state after each token of an extend row."""
+        inputs, weight = example_value(source_attn_node, 0), example_value(source_attn_node, 1)
+        shape = (weight.shape[0], weight.shape[-1] - 1)
+        return {
+            "conv_state_cache": StateResourceHandler(*shape, dtype=inputs.dtype),
+            "intermediate_conv_state_cache": IntermediateStateResourceHandler(*shape, dtype=inputs.dtype),
+        }

@@ -1,6 +1,6 @@
 """Mamba2 state space ops in plain PyTorch: the source op that is exported and its cached twin, backend ``torch_ssm``.
 
-The recurrence, per head, with ``dt = clamp(softplus(dt_raw + dt_bias), *time_step_limit)``::
+The recurrence, per head, with ``dt = clamp(softplus(dt_raw + dt_bias), time_step_min, time_step_max)``::
 
     state_t = exp(A * dt_t) * state_{t-1} + dt_t * outer(x_t, B_t)
     y_t     = state_t @ C_t + D * x_t
@@ -10,19 +10,31 @@ Nothing here waits for the device: rows are told apart by counts that live on th
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
+from torch._ops import OpOverloadPacket
+from torch.fx import Node
 
-from .batch_info import BatchInfo
-from .state_rows import extend_length, rows_of_tokens
+from .attention_interface import (
+    AttentionDescriptor,
+    AttentionLayout,
+    AttentionRegistry,
+    BatchInfo,
+    Constant,
+    ResourceHandlerDict,
+    StateResourceHandler,
+)
+from .state_rows import IntermediateStateResourceHandler, example_value, extend_length, rows_of_tokens
 
-NUM_SOURCE_TENSORS = 7
-"""Leading tensor arguments that the source op and the cached op share: hidden_states, A, B, C, D, dt, dt_bias."""
+if TYPE_CHECKING:
+    from ..shim.interface import KvCacheConfig
 
 
-def _discretise(dt: torch.Tensor, dt_bias: torch.Tensor, time_step_limit: list[float]) -> torch.Tensor:
+def _discretise(dt: torch.Tensor, dt_bias: torch.Tensor, low: float, high: float) -> torch.Tensor:
     """Step sizes ``[..., num_heads]`` in float32 from their raw projections."""
-    low, high = time_step_limit
     return torch.clamp(F.softplus(dt.float() + dt_bias.float()), min=low, max=high)
 
 
@@ -101,7 +113,8 @@ def torch_ssm(
     D: torch.Tensor,
     dt: torch.Tensor,
     dt_bias: torch.Tensor,
-    time_step_limit: list[float],
+    time_step_min: float,
+    time_step_max: float,
     chunk_size: int,
 ) -> torch.Tensor:
     """Mamba2 recurrence without a cache: every sequence of the batch starts from a zero state.
@@ -114,7 +127,8 @@ def torch_ssm(
         D: ``[num_heads]``, the skip connection.
         dt: ``[b, s, num_heads]`` raw step sizes, before bias and softplus.
         dt_bias: ``[num_heads]``.
-        time_step_limit: ``[low, high]`` bounds on the step size after softplus.
+        time_step_min: lower bound on the step size after softplus.
+        time_step_max: upper bound on it, may be infinite.
         chunk_size: tokens that are handled densely at once.
 
     Returns:
@@ -122,7 +136,7 @@ def torch_ssm(
     """
     batch, length, num_heads, head_dim = hidden_states.shape
     x = hidden_states.float().reshape(-1, num_heads, head_dim)
-    steps = _discretise(dt, dt_bias, time_step_limit).reshape(-1, num_heads)
+    steps = _discretise(dt, dt_bias, time_step_min, time_step_max).reshape(-1, num_heads)
     B_heads = _per_head(B, num_heads).reshape(batch * length, num_heads, -1)
     C_heads = _per_head(C, num_heads).reshape(batch * length, num_heads, -1)
     rows = torch.arange(batch, device=x.device).repeat_interleave(length, output_size=batch * length)
@@ -141,7 +155,8 @@ def _torch_ssm_fake(
     D: torch.Tensor,
     dt: torch.Tensor,
     dt_bias: torch.Tensor,
-    time_step_limit: list[float],
+    time_step_min: float,
+    time_step_max: float,
     chunk_size: int,
 ) -> torch.Tensor:
     return torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
@@ -165,7 +180,8 @@ def torch_cached_ssm(
     any_prefill_use_initial_states_host: torch.Tensor,
     ssm_state_cache: torch.Tensor,
     intermediate_ssm_state_cache: torch.Tensor,
-    time_step_limit: list[float],
+    time_step_min: float,
+    time_step_max: float,
     chunk_size: int,
 ) -> torch.Tensor:
     """Mamba2 recurrence over a batch of prefill, extend and decode rows (in this order) with one state per slot.
@@ -173,8 +189,7 @@ def torch_cached_ssm(
     Prefill rows start from their slot's state where ``use_initial_states`` says so, provided that
     ``any_prefill_use_initial_states_host`` is true, else from zero, and store the state after their last token. Extend
     rows start from their slot's state, leave it as it is and store the state after each of their tokens in the
-    intermediate cache, from which verification promotes one. A prefill row's state is stored there, too, as that after
-    its one new token, so that promotion need not tell the rows apart. Decode rows update their slot's state in place.
+    intermediate cache, from which verification promotes one. Decode rows update their slot's state in place.
 
     Args:
         hidden_states: ``[b, s, num_heads, head_dim]``, the batch's tokens row after row; ``b * s`` may exceed them.
@@ -186,7 +201,8 @@ def torch_cached_ssm(
         any_prefill_use_initial_states_host: ``[1]`` bool host tensor; false: no prefill row loads a state.
         ssm_state_cache: ``[slots, num_heads, head_dim, d_state]``, same device, written.
         intermediate_ssm_state_cache: ``[slots, 1 + max_draft_len, num_heads, head_dim, d_state]``, likewise.
-        time_step_limit: ``[low, high]``.
+        time_step_min: as in :func:`torch_ssm`.
+        time_step_max: as in :func:`torch_ssm`.
         chunk_size: tokens that prefill handles densely at once.
 
     Returns:
@@ -197,7 +213,7 @@ def torch_cached_ssm(
     """
     num_heads, head_dim = hidden_states.shape[-2:]
     x = hidden_states.float().reshape(-1, num_heads, head_dim)
-    steps = _discretise(dt, dt_bias, time_step_limit).reshape(-1, num_heads)
+    steps = _discretise(dt, dt_bias, time_step_min, time_step_max).reshape(-1, num_heads)
     B_heads = _per_head(B, num_heads).reshape(x.shape[0], num_heads, -1)
     C_heads = _per_head(C, num_heads).reshape(x.shape[0], num_heads, -1)
     A = A.float()
@@ -220,7 +236,6 @@ def torch_cached_ssm(
             x[tokens], steps[tokens], A, B_heads[tokens], C_heads[tokens], rows, states, chunk_size
         )
         ssm_state_cache[slots] = states.to(ssm_state_cache.dtype)
-        intermediate_ssm_state_cache[slots, 0] = states.to(intermediate_ssm_state_cache.dtype)
 
     if num_extend:
         length = extend_length(num_extend, extend_tokens, intermediate_ssm_state_cache)
@@ -259,7 +274,60 @@ def _torch_cached_ssm_fake(
     any_prefill_use_initial_states_host: torch.Tensor,
     ssm_state_cache: torch.Tensor,
     intermediate_ssm_state_cache: torch.Tensor,
-    time_step_limit: list[float],
+    time_step_min: float,
+    time_step_max: float,
     chunk_size: int,
 ) -> torch.Tensor:
     return torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
+
+
+@AttentionRegistry.register("torch_ssm")
+class TorchSSM(AttentionDescriptor):
+    """Backend ``torch_ssm``: states in float32, one slot per sequence."""
+
+    @classmethod
+    def get_attention_layout(cls) -> AttentionLayout:
+        """Tokens before heads."""
+        return "bsnd"
+
+    @classmethod
+    def get_num_qkv_args(cls) -> int:
+        """hidden_states, A, B, C, D, dt, dt_bias."""
+        return 7
+
+    @classmethod
+    def get_source_attention_op(cls) -> OpOverloadPacket:
+        """The op that models are exported with."""
+        return torch.ops.auto_deploy_ext.torch_ssm
+
+    @classmethod
+    def get_cached_attention_op(cls) -> Callable:
+        """The op that takes its place."""
+        return torch.ops.auto_deploy_ext.torch_cached_ssm.default
+
+    @classmethod
+    def get_standard_metadata_args(cls) -> list[str]:
+        """Counts and the flag about initial states on the host, the rest on the device."""
+        return [
+            "batch_info_host",
+            "cu_seqlen",
+            "slot_idx",
+            "use_initial_states",
+            "any_prefill_use_initial_states_host",
+        ]
+
+    @classmethod
+    def get_cache_initializers(cls, source_attn_node: Node, cache_config: KvCacheConfig) -> ResourceHandlerDict:
+        """The state, and the state after each token of an extend row."""
+        shape = (*example_value(source_attn_node, 0).shape[-2:], example_value(source_attn_node, 2).shape[-1])
+        return {
+            "ssm_state_cache": StateResourceHandler(*shape, dtype=torch.float32),
+            "intermediate_ssm_state_cache": IntermediateStateResourceHandler(*shape, dtype=torch.float32),
+        }
+
+    @classmethod
+    def get_constants(cls, source_attn_node: Node) -> list[Constant]:
+        """time_step_min, time_step_max, chunk_size."""
+        time_step_min, time_step_max, chunk_size = source_attn_node.args[cls.get_num_qkv_args() :]
+        assert isinstance(time_step_min, float) and isinstance(time_step_max, float) and isinstance(chunk_size, int)
+        return [time_step_min, time_step_max, chunk_size]

@@ -13,13 +13,13 @@ from transformers.models.bamba.modeling_bamba import BambaMixer
 from ...custom_ops import torch_causal_conv, torch_ssm  # noqa: F401  (registers the ops)
 
 
-def mixer_forward(self: BambaMixer, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+def mixer_forward(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     """What ``BambaMixer.forward`` computes without cache and padding, in terms of the source ops.
 
     transformers' own chunked scan pads to a multiple of the chunk size, which export resolves for the example's length.
 
     Args:
-        self: the mixer.
+        self: the ``BambaMixer`` (its sizes are Optional to a type checker, hence no annotation).
         hidden_states: ``[b, s, hidden]``.
         **kwargs: what the decoder layer passes along; a cache or a padding mask is refused.
 
@@ -47,7 +47,8 @@ def mixer_forward(self: BambaMixer, hidden_states: torch.Tensor, **kwargs: Any) 
         self.D,
         dt,
         self.dt_bias,
-        [float(limit) for limit in self.time_step_limit],
+        float(self.time_step_limit[0]),
+        float(self.time_step_limit[1]),
         self.chunk_size,
     )
     y = self.norm(y.reshape(batch, length, self.intermediate_size), gate)
