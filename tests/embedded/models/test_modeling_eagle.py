@@ -82,7 +82,7 @@ def make_wrapper(max_draft_len: int, shift: int = 0):
     target, drafter = TokenTarget(), TokenDrafter(shift)
     wrapper = EagleWrapper(EagleWrapperConfig(max_draft_len), target, drafter)
     wrapper.target_model = graph_module(target, ("embed", "head"), input_embeddings="embed", output_embeddings="head")
-    wrapper.draft_model = graph_module(drafter, ())
+    wrapper.draft_model = graph_module(drafter, ("fc", "d2t") if shift else ("fc",))
     cm = CachedSequenceInterface(max_seq_len=64, max_batch_size=8, max_num_tokens=MAX_TOKENS, device="cpu")
     for index in range(2):
         cm.add_resource(f"hidden_states_cache_{index}", HiddenStates())

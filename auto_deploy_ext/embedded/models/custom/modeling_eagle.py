@@ -9,7 +9,8 @@ One file serves Eagle3 and MTP drafters. What it asks of its two submodules:
 * both have ``get_input_embeddings()`` and ``get_output_embeddings()``; the drafter's may give ``None``, and then
   the target's are used;
 * the drafter may have ``fc`` (a module that fuses the concatenated captured states to the drafter's width) and
-  ``d2t`` (an int tensor ``[draft vocabulary]``, to be added to a draft token to get the target's).
+  ``d2t`` (an int tensor ``[draft vocabulary]``, to be added to a draft token to get the target's). They work between
+  the two graphs, so export keeps them beside the drafter's.
 
 Shapes below: ``n`` sequences (prefill rows first, then extend rows), ``K = max_draft_len``, ``T`` tokens in the batch.
 """
@@ -87,20 +88,16 @@ class EagleWrapper(nn.Module):
     Args:
         config: the draft length.
         target_model: see the module docstring; eager at first, a GraphModule once it is exported.
-        draft_model: likewise. Its ``fc`` and ``d2t`` are held here, because they work between the two graphs.
+        draft_model: likewise.
     """
 
-    d2t: torch.Tensor | None
-
     def __init__(self, config: EagleWrapperConfig, target_model: nn.Module, draft_model: nn.Module) -> None:
-        """Hold both models, and what of the drafter belongs between them."""
+        """Hold both models."""
         super().__init__()
         self.config = config
         self.max_draft_len = config.max_draft_len
         self.target_model = target_model
         self.draft_model = draft_model
-        self.fc = getattr(draft_model, "fc", None)
-        self.register_buffer("d2t", getattr(draft_model, "d2t", None), persistent=False)
 
     def forward(
         self, cache_seq_interface: CachedSequenceInterface | None = None, **kwargs: Any
@@ -134,7 +131,8 @@ class EagleWrapper(nn.Module):
     def fuse_hidden_states(self, captured: list[torch.Tensor]) -> torch.Tensor:
         """Make the drafter's input from the captured states, each ``[..., hidden]``."""
         hidden_states = torch.cat(captured, dim=-1)
-        return hidden_states if self.fc is None else self.fc(hidden_states)
+        fc = getattr(self.draft_model, "fc", None)
+        return hidden_states if fc is None else fc(hidden_states)
 
     def sample(self, logits: torch.Tensor) -> torch.Tensor:
         """Greedy: ``[m, vocab]`` to int32 ``[m]``."""
@@ -143,8 +141,9 @@ class EagleWrapper(nn.Module):
     def sample_draft(self, norm_hidden_state: torch.Tensor) -> torch.Tensor:
         """Greedy draft in the target's vocabulary: ``[n, hidden]`` to int32 ``[n]``."""
         tokens = self.sample(self.draft_logits(norm_hidden_state))
-        if self.d2t is not None:
-            tokens = tokens + self.d2t[tokens].to(torch.int32)
+        d2t = getattr(self.draft_model, "d2t", None)
+        if d2t is not None:
+            tokens = tokens + d2t[tokens].to(torch.int32)
         return tokens
 
     # ---------------------------------------------------------------- without an interface
