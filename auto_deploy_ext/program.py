@@ -1,0 +1,907 @@
+"""An orchestrator graph as the events that matter to mirrors, in program order."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.fx import Graph, GraphModule, Node
+
+from auto_deploy_ext import aliasing
+from auto_deploy_ext.active_args import consumer_args, wrapped_graph
+from auto_deploy_ext.effects import (
+    BATCH_KIND_METHODS,
+    HOST_READERS,
+    MUTATIONS,
+    NEUTRAL_METHODS,
+    MutationSpec,
+    buffer_of,
+    is_mirror,
+    mirror_of,
+)
+from auto_deploy_ext.orchestrator import ops
+from auto_deploy_ext.refresh import bring_up_to_date, ensure_fresh
+
+#: all bits: every buffer, those included that get their bit later.
+EVERYTHING = -1
+
+#: names by which a parameter is taken for the interface.
+INTERFACE_NAMES = ("cache_seq_interface", "csi", "cm")
+
+_AMBIGUOUS_MUTATIONS = frozenset({"copy_", "reset"})
+
+
+class UnknownEffectError(RuntimeError):
+    """A call whose effect on mirrors is unknown, with `on_unknown: error`."""
+
+
+class Kind(Enum):
+    """What an event does."""
+
+    MUTATION = "mutation"
+    WRITE = "write"
+    HOST_WRITE = "host write"
+    READ = "read"
+    UNKNOWN = "unknown"
+    REFRESH = "refresh"
+    BRANCH = "branch"
+
+
+class NameTable:
+    """Gives every buffer a bit, so that sets of buffers are Python integers."""
+
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        self._index: dict[str, int] = {}
+        self._names: list[str] = []
+        for name in sorted(set(names)):
+            self.bit(name)
+
+    def bit(self, buffer: str) -> int:
+        """The bit of a buffer, which gets one if it has none."""
+        index = self._index.setdefault(buffer, len(self._names))
+        if index == len(self._names):
+            self._names.append(buffer)
+        return 1 << index
+
+    def bits(self, buffers: Iterable[str]) -> int:
+        """The set of some buffers (names of buffers or of their mirrors)."""
+        result = 0
+        for name in buffers:
+            result |= self.bit(buffer_of(name))
+        return result
+
+    @property
+    def all(self) -> int:
+        """The set of all buffers known so far."""
+        return (1 << len(self._names)) - 1
+
+    def __contains__(self, buffer: str) -> bool:
+        return buffer in self._index
+
+    def indices(self, bits: int) -> Iterator[int]:
+        """The positions of the bits in a set."""
+        bits &= self.all
+        while bits:
+            low = bits & -bits
+            yield low.bit_length() - 1
+            bits ^= low
+
+    def buffers(self, bits: int) -> tuple[str, ...]:
+        """The names in a set, sorted."""
+        return tuple(sorted(self._names[i] for i in self.indices(bits)))
+
+    def mirrors(self, bits: int) -> tuple[str, ...]:
+        """The names of the mirrors of a set, sorted."""
+        return tuple(map(mirror_of, self.buffers(bits)))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is known of the interface while planning.
+
+    Attributes:
+        info: the SequenceInfo, or None where a graph is analysed without one.
+        buffers: names of all buffers; None: unknown, every name is taken for a buffer.
+        active: `_host` names that the interface has activated; an override may name these.
+        watched: `active` and the `_host` names among the registered host-prepare functions' arguments.
+        checks_entry: whether the interface keeps versions, so that a mirror that is stale at entry can be told.
+        on_unknown: what a call of unknown effect means.
+        device_type: where buffers live, None when unknown.
+    """
+
+    info: Any = None
+    buffers: frozenset[str] | None = None
+    active: frozenset[str] = frozenset()
+    watched: frozenset[str] = frozenset()
+    checks_entry: bool = False
+    on_unknown: Literal["full", "error"] = "full"
+    device_type: str | None = None
+
+    @classmethod
+    def of(cls, interface: Any, on_unknown: Literal["full", "error"] = "full") -> Setting:
+        """Read the setting from a CachedSequenceInterface or a SequenceInfo."""
+        info = getattr(interface, "info", interface)
+        active = frozenset(n for n in info._active_args if is_mirror(n))
+        prepared = frozenset(n for n in getattr(info, "_active_host_prep_args", ()) if is_mirror(n))
+        buffer = info._input_buffer
+        return cls(
+            info=info,
+            buffers=frozenset(buffer.tensor_names),
+            active=active,
+            watched=active | prepared,
+            checks_entry=hasattr(buffer, "stale_names"),
+            on_unknown=on_unknown,
+            device_type=torch.device(info.device).type,
+        )
+
+
+@dataclass(eq=False)
+class Event:
+    """One thing that happens to mirrors.
+
+    Sets are bit sets of a `NameTable`.
+
+    Attributes:
+        kind: what happens.
+        node: the node that does it; None for what reads after the forward.
+        label: the call's or the consumer's name.
+        where: qualified name of the nested orchestrator graph that the node is in, empty for the root.
+        reads: buffers whose mirrors are read.
+        writes: buffers that are or may be written on the device.
+        kills: those of which every element is certainly written, so that older mirrors of them are of no use.
+        freshens: mirrors that are certainly up to date afterwards, whatever the strategy.
+        spec: the mutation's table entry.
+        status: whether a mutation does something: "effective", "noop" or "maybe".
+        given: the hand-written override of a mutation as names; None when it has none.
+        dynamic: whether a hand-written override is computed at run time, so that nothing is known of it.
+        at_entry: whether a refresh only moves what is stale by its version.
+        interface: a node for the interface in the same graph, to which nodes can be given.
+        anchor: the node before which such nodes go.
+        reason: why the effect is unknown.
+        branches: the alternatives of a branch.
+        order: position in program order.
+    """
+
+    kind: Kind
+    node: Node | None
+    label: str
+    where: str = ""
+    reads: int = 0
+    writes: int = 0
+    kills: int = 0
+    freshens: int = 0
+    spec: MutationSpec | None = None
+    status: Literal["effective", "noop", "maybe"] = "effective"
+    given: tuple[str, ...] | None = None
+    dynamic: bool = False
+    at_entry: bool = False
+    interface: Node | None = None
+    anchor: Node | None = None
+    reason: str = ""
+    branches: tuple[list[Event], ...] = ()
+    order: int = -1
+
+    @property
+    def name(self) -> str:
+        """The label with the nested graph's name in front."""
+        return f"{self.where}.{self.label}" if self.where else self.label
+
+
+@dataclass
+class Program:
+    """The events of one orchestrator graph.
+
+    Attributes:
+        gm: the root graph.
+        events: in program order; branches hold their own.
+        table: the bits of the buffers.
+        setting: what was known of the interface.
+        owners: the graph module of each orchestrator graph walked, the root's included.
+        exposed: call_method and call_function nodes with effects that FX would delete as dead code.
+        size: how many events there are, those in branches included.
+    """
+
+    gm: GraphModule
+    events: list[Event]
+    table: NameTable
+    setting: Setting
+    owners: dict[Graph, GraphModule] = field(default_factory=dict)
+    exposed: list[Node] = field(default_factory=list)
+    size: int = 0
+
+    def walk(self) -> Iterator[Event]:
+        """Every event in program order, those of each branch one alternative after the other."""
+        return _walk(self.events)
+
+
+def _walk(events: list[Event]) -> Iterator[Event]:
+    for event in events:
+        yield event
+        for branch in event.branches:
+            yield from _walk(branch)
+
+
+def interface_roots(gm: GraphModule, interface_arg: str | None = None) -> tuple[Node, ...]:
+    """Return the nodes of a graph that stand for the interface or its SequenceInfo.
+
+    These are: the placeholder that `interface_arg` names; one annotated with, or called like, the interface; and any
+    placeholder or attribute on which a registered mutation or a reader of mirrors is called, here or in a
+    GraphModule that the graph calls with it.
+    """
+    return tuple(_roots(gm, interface_arg, {}))
+
+
+def is_orchestrator_graph(module: Any) -> bool:
+    """Whether a module is a GraphModule that works on the interface rather than a consumer of its tensors."""
+    return isinstance(module, GraphModule) and bool(interface_roots(module))
+
+
+def _roots(gm: GraphModule, interface_arg: str | None, memo: dict[int, list[Node]]) -> list[Node]:
+    if id(gm) in memo:
+        return memo[id(gm)]
+    memo[id(gm)] = []
+    found: dict[Node, None] = {}
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            if node.target == interface_arg or _looks_like_interface(node):
+                found[node] = None
+        elif node.op == "call_module":
+            for argument in _nested_interface_arguments(gm, node, memo):
+                _climb(argument, found)
+        elif node.op in ("call_function", "call_method"):
+            receiver = _receiver_of_interface_call(node)
+            if receiver is not None:
+                _climb(receiver, found)
+    memo[id(gm)] = list(found)
+    return memo[id(gm)]
+
+
+def _looks_like_interface(node: Node) -> bool:
+    name = getattr(node.type, "__name__", node.type)
+    return node.target in INTERFACE_NAMES or (isinstance(name, str) and "CachedSequenceInterface" in name)
+
+
+def _nested_interface_arguments(gm: GraphModule, node: Node, memo: dict[int, list[Node]]) -> Iterator[Node]:
+    module = _submodule(gm, str(node.target))
+    if not isinstance(module, GraphModule):
+        return
+    bound = _bind(module.graph, node.args, node.kwargs)
+    for root in _roots(module, None, memo):
+        if isinstance(bound.get(root), Node):
+            yield bound[root]
+
+
+def _receiver_of_interface_call(node: Node) -> Node | None:
+    """The object that a node calls a metadata mutation, or a mirror reader, on."""
+    args = node.args
+    if not args or not (isinstance(args[0], Node) or node.target is ops.call):
+        return None
+    receiver = args[0]
+    if node.target is ops.mutate:
+        return receiver
+    if node.target in (bring_up_to_date, ensure_fresh):
+        return receiver
+    if node.op == "call_method":
+        name, operands = str(node.target), args[1:]
+    elif node.target is ops.invoke:
+        name, operands = str(args[1]), args[2:]
+    elif node.target is ops.call:
+        name, operands = str(args[0]).rpartition(".")[2], args[1:]
+        receiver = operands[0] if operands else None
+    elif node.target is getattr:
+        return receiver if args[1] in ("named_args", "batch_info") else None
+    else:
+        name, operands = getattr(node.target, "__name__", ""), args[1:]
+    if name == "copy_":
+        return receiver if operands and isinstance(operands[0], str) else None
+    if name in MUTATIONS or name in HOST_READERS:
+        return receiver if name not in _AMBIGUOUS_MUTATIONS else None
+    return None
+
+
+def _climb(node: Any, found: dict[Node, None]) -> None:
+    while isinstance(node, Node) and node.op == "call_function" and node.target is getattr:
+        node = node.args[0]
+    if isinstance(node, Node) and node.op in ("placeholder", "get_attr"):
+        found[node] = None
+
+
+def _submodule(gm: GraphModule, target: str) -> Any:
+    try:
+        return gm.get_submodule(target)
+    except AttributeError:
+        return getattr(gm, target, None)
+
+
+def _bind(graph: Graph, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[Node, Any]:
+    """Match a call's arguments to a graph's placeholders."""
+    placeholders = list(graph.find_nodes(op="placeholder"))
+    bound = dict(zip(placeholders, args, strict=False))
+    bound.update((p, kwargs[str(p.target)]) for p in placeholders if str(p.target) in kwargs)
+    return bound
+
+
+def collect(gm: GraphModule, setting: Setting, interface_arg: str | None = None) -> Program:
+    """Return the events of an orchestrator graph in program order, those of nested orchestrator graphs in place.
+
+    Args:
+        gm: the graph; it is not changed. A module attribute `generate_only_at_entry` in its `meta` (True or False)
+            says what its guards know of the batch at entry.
+        setting: what is known of the interface.
+        interface_arg: the placeholder that receives the interface, where it cannot be told from its use.
+
+    Raises:
+        UnknownEffectError: with `on_unknown: error`, a call whose effect on mirrors is unknown.
+    """
+    program = Program(gm, [], NameTable(setting.buffers or ()), setting)
+    collector = _Collector(program, gm.meta.get("generate_only_at_entry"))
+    roots = dict.fromkeys(interface_roots(gm, interface_arg), _Object.INTERFACE)
+    program.events = collector.graph(gm, "", roots, {}, None)
+    for order, event in enumerate(program.walk()):
+        event.order = order
+    program.size = sum(1 for _ in program.walk())
+    return program
+
+
+class _Object(Enum):
+    """What a node that belongs to the interface is."""
+
+    INTERFACE = "the interface or its SequenceInfo"
+    NAMED_ARGS = "the mapping named_args"
+    BATCH_INFO = "batch_info"
+    BUFFER = "the InputBuffer"
+    NAMESPACE = "a namespace that holds the interface"
+
+
+#: what an attribute of the interface is; any other is a plain value.
+_ATTRIBUTES = {
+    "info": _Object.INTERFACE,
+    "named_args": _Object.NAMED_ARGS,
+    "batch_info": _Object.BATCH_INFO,
+    "_input_buffer": _Object.BUFFER,
+}
+
+#: (buffers, mirrors) whose memory a node may share.
+_Views = tuple[int, int]
+_NO_VIEWS: _Views = (0, 0)
+_ALL_VIEWS: _Views = (EVERYTHING, EVERYTHING)
+_Anchor = tuple[Node, Node]
+
+
+def _both(views: Iterable[_Views]) -> _Views:
+    device = mirrors = 0
+    for d, m in views:
+        device |= d
+        mirrors |= m
+    return device, mirrors
+
+
+@dataclass
+class _Scope:
+    """The walk of one graph: what its nodes are and share memory with."""
+
+    gm: GraphModule
+    where: str
+    objects: dict[Node, _Object]
+    views: dict[Node, _Views]
+    anchor: _Anchor | None
+    exact: set[Node] = field(default_factory=set)
+    events: list[Event] = field(default_factory=list)
+    interface: Node | None = None
+    returned: _Views = _NO_VIEWS
+
+
+class _Collector:
+    """Walks orchestrator graphs; one instance per program."""
+
+    def __init__(self, program: Program, generating: bool | None) -> None:
+        self._program = program
+        self._table = program.table
+        self._setting = program.setting
+        self._generating = generating
+        self._effects: dict[int, aliasing.ModuleEffects | None] = {}
+        self._consumer_reads: dict[int, int | None] = {}
+
+    # -- graphs --------------------------------------------------------------------------------------------------
+
+    def graph(
+        self,
+        gm: GraphModule,
+        where: str,
+        objects: dict[Node, _Object],
+        views: dict[Node, _Views],
+        anchor: _Anchor | None,
+    ) -> list[Event]:
+        """Return the events of one graph whose placeholders are what `objects` and `views` say."""
+        return self._scope(gm, where, objects, views, anchor).events
+
+    def _scope(
+        self,
+        gm: GraphModule,
+        where: str,
+        objects: dict[Node, _Object],
+        views: dict[Node, _Views],
+        anchor: _Anchor | None,
+    ) -> _Scope:
+        scope = _Scope(gm, where, dict(objects), dict(views), anchor)
+        scope.interface = next((n for n, o in objects.items() if o is _Object.INTERFACE), None)
+        self._program.owners[gm.graph] = gm
+        objects, views = scope.objects, scope.views
+        for node in gm.graph.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                continue
+            inputs = node.all_input_nodes
+            if node.op == "call_module":
+                self._module_call(scope, node)
+            elif any(n in objects for n in inputs):
+                self._interface_node(scope, node)
+            elif self._is_branch(node):
+                self._branch(scope, node)
+            elif views and any(n in views for n in inputs):
+                self._tensor_node(scope, node)
+        return scope
+
+    def _add(self, scope: _Scope, kind: Kind, node: Node, label: str, **fields: Any) -> Event:
+        event = Event(kind, node, label, scope.where, **fields)
+        if scope.interface is not None:
+            event.interface, event.anchor = scope.interface, node
+        elif scope.anchor is not None:
+            event.anchor, event.interface = scope.anchor
+        scope.events.append(event)
+        return event
+
+    def _unknown(self, scope: _Scope, node: Node, label: str, reason: str, writes: int = EVERYTHING) -> None:
+        if self._setting.on_unknown == "error":
+            raise UnknownEffectError(
+                f"{label} in {scope.where or 'the orchestrator'} ({node.format_node()}): {reason}. Register it with "
+                "auto_deploy_ext.register_mutation or register_host_reader, or set on_unknown: full"
+            )
+        self._add(scope, Kind.UNKNOWN, node, label, reads=EVERYTHING, writes=writes, reason=reason)
+        if writes:
+            self._generating = None
+
+    # -- tensors -------------------------------------------------------------------------------------------------
+
+    def _inputs_views(self, scope: _Scope, node: Node) -> _Views:
+        views = scope.views
+        return _both(views[n] for n in node.all_input_nodes if n in views)
+
+    def _tensor_node(self, scope: _Scope, node: Node) -> None:
+        """A node that works on tensors which may share memory with buffers or mirrors."""
+        device, mirrors = views = self._inputs_views(scope, node)
+        if node.op == "output":
+            scope.returned = views
+            if mirrors and not scope.where:
+                self._add(scope, Kind.READ, node, "output", reads=mirrors)
+            return
+        written = aliasing.written_inputs(node)
+        if mirrors and not aliasing.is_view(node):
+            read = _both(scope.views[n] for n in self._read_inputs(node, written) if n in scope.views)[1]
+            if read:
+                self._add(scope, Kind.READ, node, _call_label(node), reads=read)
+        for target in written:
+            if target in scope.views:
+                self._write_in_place(scope, node, target)
+        if aliasing.result_may_alias(node):
+            scope.views[node] = views
+            if device | mirrors and node.target is ops.call_inplace and node.args[0] in scope.exact:
+                scope.exact.add(node)
+
+    @staticmethod
+    def _read_inputs(node: Node, written: tuple[Node, ...]) -> list[Node]:
+        replaced = written if aliasing.overwrites(node) else ()
+        return [n for n in node.all_input_nodes if n not in replaced]
+
+    def _write_in_place(self, scope: _Scope, node: Node, target: Node) -> None:
+        device, mirrors = scope.views[target]
+        whole = target in scope.exact and aliasing.overwrites(node)
+        if device:
+            kills = device if whole else 0
+            self._add(scope, Kind.WRITE, node, _call_label(node), writes=device, kills=kills)
+        if mirrors and whole:
+            self._add(scope, Kind.HOST_WRITE, node, _call_label(node), kills=mirrors, freshens=mirrors)
+
+    def _view_of(self, scope: _Scope, node: Node, name: Any) -> None:
+        """Note that a node is the interface's argument `name`."""
+        if not isinstance(name, str):
+            scope.views[node] = _ALL_VIEWS
+        elif self._is_buffer(buffer_of(name)) and (is_mirror(name) or name == buffer_of(name)):
+            bit = self._table.bit(buffer_of(name))
+            scope.views[node] = (0, bit) if is_mirror(name) else (bit, 0)
+            scope.exact.add(node)
+
+    def _is_buffer(self, name: str) -> bool:
+        return self._setting.buffers is None or name in self._setting.buffers
+
+    def _mirror_bits(self, names: Iterable[str]) -> int:
+        return self._table.bits(n for n in names if is_mirror(n) and self._is_buffer(buffer_of(n)))
+
+    # -- the interface -------------------------------------------------------------------------------------------
+
+    def _interface_node(self, scope: _Scope, node: Node) -> None:
+        target = node.target
+        if node.op == "output":
+            return
+        if node.op == "call_method":
+            self._method(scope, node, node.args[0], str(target), node.args[1:], node.kwargs)
+        elif target is getattr:
+            self._attribute(scope, node)
+        elif target is operator.getitem:
+            self._item(scope, node)
+        elif target is ops.mutate or target is ops.invoke:
+            self._method(scope, node, node.args[0], str(node.args[1]), node.args[2:], node.kwargs)
+        elif target is bring_up_to_date or target is ensure_fresh:
+            self._refresh(scope, node, node.args[1], at_entry=target is ensure_fresh)
+        elif target is ops.make_namespace:
+            scope.objects[node] = _Object.NAMESPACE
+        elif target is ops.setitem or target is operator.setitem:
+            self._set_item(scope, node)
+        elif target is ops.set_attribute:
+            self._set_attribute(scope, node)
+        elif target is ops.call:
+            name = str(node.args[0])
+            self._function(scope, node, name, node.args[1:])
+        elif self._is_branch(node):
+            self._branch(scope, node)
+        else:
+            module = getattr(target, "__module__", "") or ""
+            self._function(scope, node, f"{module}.{getattr(target, '__name__', target)}", node.args)
+
+    def _attribute(self, scope: _Scope, node: Node) -> None:
+        owner, name = node.args[0], node.args[1]
+        kind = scope.objects.get(owner)
+        if kind is _Object.NAMESPACE:
+            self._same_as(scope, node, owner.kwargs.get(name))
+        elif kind is _Object.INTERFACE and name in _ATTRIBUTES:
+            scope.objects[node] = _ATTRIBUTES[name]
+        elif kind is _Object.INTERFACE and name == "args":
+            scope.views[node] = _ALL_VIEWS
+
+    def _same_as(self, scope: _Scope, node: Node, other: Any) -> None:
+        if other in scope.objects:
+            scope.objects[node] = scope.objects[other]
+        if other in scope.views:
+            scope.views[node] = scope.views[other]
+
+    def _item(self, scope: _Scope, node: Node) -> None:
+        if scope.objects.get(node.args[0]) is _Object.NAMED_ARGS:
+            self._view_of(scope, node, node.args[1])
+
+    def _set_item(self, scope: _Scope, node: Node) -> None:
+        if scope.objects.get(node.args[0]) is not _Object.NAMED_ARGS:
+            self._unknown(scope, node, "setitem", "an item of the interface is assigned")
+
+    def _set_attribute(self, scope: _Scope, node: Node) -> None:
+        if node.args[0] in scope.objects:
+            self._unknown(scope, node, f"{node.args[1]} =", "an attribute of the interface is assigned")
+
+    def _function(self, scope: _Scope, node: Node, name: str, args: tuple[Any, ...]) -> None:
+        """A call of a function that is given part of the interface."""
+        module, _, leaf = name.rpartition(".")
+        for key in (name, leaf):
+            if key in MUTATIONS and key not in _AMBIGUOUS_MUTATIONS:
+                self._expose(node)
+                return self._mutation(scope, node, MUTATIONS[key], args[1:], dict(node.kwargs))
+            if key in HOST_READERS:
+                return self._reader(scope, node, key, args[1:], node.kwargs)
+        if module in ("builtins", "_operator") and leaf not in ("setattr", "setitem"):
+            return None
+        if all(scope.objects.get(n) in (None, _Object.BATCH_INFO) for n in node.all_input_nodes):
+            self._generating = None
+            return None
+        self._expose(node)
+        return self._unknown(scope, node, leaf, f"{name} is not registered and receives the interface")
+
+    def _method(
+        self, scope: _Scope, node: Node, receiver: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        kind = scope.objects.get(receiver)
+        if kind is None and node.target is ops.mutate and not MUTATIONS[name].restages:
+            kind = _Object.INTERFACE
+        if kind is _Object.INTERFACE:
+            self._expose(node)
+            self._interface_method(scope, node, name, args, kwargs)
+        elif kind is _Object.BATCH_INFO:
+            self._expose(node)
+            if name in BATCH_KIND_METHODS:
+                self._generating = None
+        elif kind is _Object.NAMED_ARGS:
+            self._view_of(scope, node, args[0] if name == "get" and args else None)
+        elif kind is _Object.BUFFER:
+            self._expose(node)
+            self._buffer_method(scope, node, name, args, kwargs)
+        elif any(scope.objects.get(n) is not _Object.BATCH_INFO for n in node.all_input_nodes if n in scope.objects):
+            self._expose(node)
+            self._unknown(scope, node, name, f"{name}() is not registered and receives the interface")
+
+    def _interface_method(
+        self, scope: _Scope, node: Node, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._read_operands(scope, node, name)
+        if name in MUTATIONS:
+            self._mutation(scope, node, MUTATIONS[name], args, dict(kwargs))
+        elif name in HOST_READERS:
+            self._reader(scope, node, name, args, kwargs)
+        elif name not in NEUTRAL_METHODS:
+            self._unknown(scope, node, name, f"{name}() is not registered")
+        if name == "get_arg":
+            self._view_of(scope, node, args[0] if args else kwargs.get("name"))
+        elif name in NEUTRAL_METHODS or name == "unnest_sequences":
+            views = self._inputs_views(scope, node)
+            if any(views):
+                scope.views[node] = views
+
+    def _read_operands(self, scope: _Scope, node: Node, label: str) -> None:
+        """Mirrors that travel as operands of a call are read by it."""
+        mirrors = self._inputs_views(scope, node)[1]
+        if mirrors:
+            self._add(scope, Kind.READ, node, label, reads=mirrors)
+
+    def _buffer_method(
+        self, scope: _Scope, node: Node, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        first = args[0] if args else kwargs.get("name")
+        if name == "get_view":
+            self._view_of(scope, node, first)
+        elif name in ("get_host_view", "get_host_memory"):
+            self._view_of(scope, node, mirror_of(first) if isinstance(first, str) else None)
+        elif name == "copy_to_host" and not (args or kwargs):
+            self._refresh(scope, node, None)
+        elif name not in ("get_capacity", "get_current_length", "copy_to_host"):
+            self._unknown(scope, node, name, f"InputBuffer.{name}() is called directly")
+
+    def _refresh(self, scope: _Scope, node: Node, names: Any, at_entry: bool = False) -> None:
+        bits = EVERYTHING if names is None else self._table.bits(names)
+        label = _call_label(node)
+        self._add(scope, Kind.REFRESH, node, label, freshens=bits, kills=bits, at_entry=at_entry)
+
+    def _reader(self, scope: _Scope, node: Node, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        names = HOST_READERS[name].read(self._setting.info, args, dict(kwargs))
+        if names is None:
+            self._unknown(scope, node, name, f"which mirrors {name}() reads depends on its arguments", writes=0)
+            return
+        bits = self._mirror_bits(names)
+        if bits:
+            shown = ", ".join(self._table.mirrors(bits))
+            self._add(scope, Kind.READ, node, f"{name}({shown})", reads=bits)
+
+    # -- mutations -----------------------------------------------------------------------------------------------
+
+    def _mutation(
+        self, scope: _Scope, node: Node, spec: MutationSpec, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        args, kwargs, given, dynamic = split_override(spec, args, kwargs)
+        if spec.restages:
+            self._restage(scope, node, spec, kwargs)
+            return
+        available = self._setting.buffers or ()
+        names = spec.written(self._setting.info, args, kwargs, available)
+        if names is None:
+            self._unknown(scope, node, spec.name, f"which buffers {spec.name}() writes depends on its arguments")
+            return
+        bits = self._table.bits(names)
+        if spec.name == "copy_" and self._copies_to_host(args, kwargs):
+            self._add(scope, Kind.HOST_WRITE, node, spec.name, kills=bits, freshens=bits)
+            return
+        status = self._status(spec)
+        self._add(
+            scope,
+            Kind.MUTATION,
+            node,
+            spec.name,
+            writes=0 if status == "noop" else bits,
+            kills=bits if status == "effective" else 0,
+            spec=spec,
+            status=status,
+            given=given,
+            dynamic=dynamic,
+        )
+        if spec.generates is not False:
+            self._generating = spec.generates
+
+    def _status(self, spec: MutationSpec) -> Literal["effective", "noop", "maybe"]:
+        if not spec.may_be_noop:
+            return "effective"
+        if spec.generates is not True or self._generating is None:
+            return "maybe"
+        return "noop" if self._generating else "effective"
+
+    def _copies_to_host(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether `copy_` is known to write the mirror: its name says so, or its source lives on the host."""
+        name = args[0] if args else kwargs.get("name")
+        if isinstance(name, str) and is_mirror(name):
+            return True
+        source = args[1] if len(args) > 1 else kwargs.get("src")
+        device = _device_of(source)
+        return device == "cpu" and self._setting.device_type not in (None, "cpu")
+
+    def _restage(self, scope: _Scope, node: Node, spec: MutationSpec, kwargs: dict[str, Any]) -> None:
+        self._add(scope, Kind.MUTATION, node, spec.name, spec=spec, kills=EVERYTHING, freshens=EVERYTHING)
+        self._generating = spec.generates
+        if kwargs.get("_ungathered_input_ids") is not None:
+            self._inner_mutation(scope, node, MUTATIONS["rescatter_input_ids_"])
+        if kwargs.get("_ungathered_new_lens") is not None:
+            self._inner_mutation(scope, node, MUTATIONS["offset_with_new_lens_"])
+
+    def _inner_mutation(self, scope: _Scope, node: Node, spec: MutationSpec) -> None:
+        names = spec.written(self._setting.info, (), {}, self._setting.buffers or ()) or ()
+        bits = self._table.bits(names)
+        self._add(scope, Kind.MUTATION, node, spec.name, writes=bits, spec=spec, status="maybe")
+
+    def _expose(self, node: Node) -> None:
+        if node.op == "call_method" or (node.op == "call_function" and node.target not in ops.EFFECTS):
+            self._program.exposed.append(node)
+
+    # -- modules and branches ------------------------------------------------------------------------------------
+
+    def _module_call(self, scope: _Scope, node: Node) -> None:
+        module = _submodule(scope.gm, str(node.target))
+        label = str(node.target)
+        if any(n in scope.objects for n in node.all_input_nodes):
+            if isinstance(module, GraphModule):
+                self._inline(scope, node, module, label)
+            else:
+                self._unknown(scope, node, label, f"{type(module).__name__} receives the interface and is no graph")
+            return
+        self._consumer(scope, node, module, label)
+
+    def _consumer(self, scope: _Scope, node: Node, module: Any, label: str) -> None:
+        device, mirrors = views = self._inputs_views(scope, node)
+        names = self._reads_of(module)
+        if names is None and isinstance(module, GraphModule):
+            self._unknown(
+                scope, node, label, "it takes **kwargs, so its placeholders do not say what it reads", writes=0
+            )
+        else:
+            reads = mirrors | (names or 0)
+            if names is None:
+                reads |= self._mirror_bits(node.kwargs)
+            if reads or names is not None:
+                self._add(scope, Kind.READ, node, label, reads=reads)
+        if device | mirrors:
+            self._consumer_effects(scope, node, module, views)
+
+    def _reads_of(self, module: Any) -> int | None:
+        """The mirrors among a consumer's placeholders; None when the module does not say."""
+        if id(module) not in self._consumer_reads:
+            names = consumer_args(module) if isinstance(module, nn.Module) else None
+            self._consumer_reads[id(module)] = None if names is None else self._mirror_bits(names)
+        return self._consumer_reads[id(module)]
+
+    def _consumer_effects(self, scope: _Scope, node: Node, module: Any, views: _Views) -> None:
+        graph = wrapped_graph(module)
+        if graph is None:
+            if not aliasing.makes_new_tensors(module):
+                scope.views[node] = views
+            return
+        if id(graph) not in self._effects:
+            self._effects[id(graph)] = aliasing.module_effects(graph)
+        effects = self._effects[id(graph)]
+        assert effects is not None
+        bound = {str(p.target): v for p, v in _bind(graph.graph, node.args, node.kwargs).items()}
+        arguments = {name: scope.views[v] for name, v in bound.items() if isinstance(v, Node) and v in scope.views}
+        written = _both(v for name, v in arguments.items() if name in effects.written)[0]
+        returned = _both(v for name, v in arguments.items() if name in effects.returned)
+        if written:
+            self._add(scope, Kind.WRITE, node, str(node.target), writes=written)
+        if any(returned):
+            scope.views[node] = returned
+
+    def _inline(self, scope: _Scope, node: Node, module: GraphModule, label: str) -> None:
+        inner = self._enter(scope, node, module, label, node.args, node.kwargs)
+        scope.events.extend(inner.events)
+        if any(inner.returned):
+            scope.views[node] = inner.returned
+
+    def _enter(
+        self,
+        scope: _Scope,
+        node: Node,
+        module: GraphModule,
+        label: str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> _Scope:
+        bound = {p: v for p, v in _bind(module.graph, args, kwargs).items() if isinstance(v, Node)}
+        objects = {p: scope.objects[v] for p, v in bound.items() if v in scope.objects}
+        views = {p: scope.views[v] for p, v in bound.items() if v in scope.views}
+        anchor = scope.anchor if scope.interface is None else (node, scope.interface)
+        where = f"{scope.where}.{label}" if scope.where else label
+        return self._scope(module, where, objects, views, anchor)
+
+    @staticmethod
+    def _is_branch(node: Node) -> bool:
+        if node.op != "call_function" or node.target in ops.EFFECTS:
+            return False
+        is_cond = getattr(node.target, "__name__", "") == "cond"
+        return is_cond or isinstance(node.target, torch._ops.HigherOrderOperator)
+
+    def _branch(self, scope: _Scope, node: Node) -> None:
+        bodies = [
+            (str(n.target), _attribute_at(scope.gm, str(n.target))) for n in node.all_input_nodes if n.op == "get_attr"
+        ]
+        bodies = [(name, body) for name, body in bodies if isinstance(body, GraphModule)]
+        if getattr(node.target, "__name__", "") != "cond" or len(bodies) != 2:
+            name = getattr(node.target, "__name__", str(node.target))
+            if any(n in scope.objects for n in node.all_input_nodes):
+                self._unknown(scope, node, name, f"{name} is no two-sided branch and receives the interface")
+            elif any(n in scope.views for n in node.all_input_nodes):
+                self._tensor_node(scope, node)
+            return
+        operands = node.args[3] if len(node.args) > 3 else node.kwargs.get("operands", ())
+        before, after, branches, returned = self._generating, [], [], []
+        for label, body in bodies:
+            self._generating = before
+            inner = self._enter(scope, node, body, label, tuple(operands), {})
+            after.append(self._generating)
+            branches.append(inner.events)
+            returned.append(inner.returned)
+        self._generating = after[0] if after[0] == after[1] else None
+        if any(branches):
+            self._add(scope, Kind.BRANCH, node, "cond", branches=tuple(branches))
+        views = _both(returned)
+        if any(views):
+            scope.views[node] = views
+
+
+def split_override(
+    spec: MutationSpec, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], tuple[str, ...] | None, bool]:
+    """Take a hand-written override out of a mutation's arguments.
+
+    Returns:
+        Arguments and keyword arguments without it, the names that it gives (sorted, None without one), and whether
+        it is computed at run time.
+    """
+    kwargs = dict(kwargs)
+    if not spec.takes_override:
+        return args, kwargs, None, False
+    value = kwargs.pop("active_args", None)
+    hand_written = kwargs.pop("active_args_override", None)
+    value = hand_written if value is None else value
+    position = 0 if spec.operand is None else spec.operand + 1
+    if value is None and len(args) > position:
+        value, args = args[position], args[:position]
+    if value is None:
+        return args, kwargs, None, False
+    names = _constant_names(value)
+    return args, kwargs, names, names is None
+
+
+def _constant_names(value: Any) -> tuple[str, ...] | None:
+    if isinstance(value, Node):
+        if value.op != "call_function" or value.target not in (ops.make_set, set, frozenset):
+            return None
+        items = value.args if value.target is ops.make_set else value.args[0] if value.args else ()
+        return _constant_names(items)
+    if isinstance(value, (set, frozenset, tuple, list)) and all(isinstance(item, str) for item in value):
+        return tuple(sorted(value))
+    return None
+
+
+def _attribute_at(module: Any, path: str) -> Any:
+    for part in path.split("."):
+        module = getattr(module, part, None)
+    return module
+
+
+def _device_of(value: Any) -> str | None:
+    """The type of the device that a node's tensor is known to live on."""
+    for key in ("val", "example_value"):
+        known = value.meta.get(key) if isinstance(value, Node) else None
+        if isinstance(known, torch.Tensor):
+            return known.device.type
+    return None
+
+
+def _call_label(node: Node) -> str:
+    if node.target in (ops.call_inplace, ops.invoke):
+        return str(node.args[1])
+    if node.op == "call_function":
+        return str(getattr(node.target, "__name__", node.target))
+    return str(node.target)

@@ -1,0 +1,41 @@
+"""Bringing mirrors up to date between the calls of an orchestrator, as nodes that survive dead-code elimination."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.fx.node import has_side_effect
+
+from auto_deploy_ext.effects import buffer_of
+
+
+@has_side_effect
+def bring_up_to_date(interface: Any, names: tuple[str, ...]) -> None:
+    """Copy mirrors from the device in one transfer and wait for it.
+
+    Args:
+        interface: a CachedSequenceInterface or a SequenceInfo.
+        names: `_host` names. A host that can only copy its whole buffer copies that.
+    """
+    buffer = getattr(interface, "info", interface)._input_buffer
+    if hasattr(buffer, "copy_names_to_host"):
+        buffer.copy_names_to_host(names, trigger="bring_up_to_date")
+    else:
+        buffer.copy_to_host()
+
+
+@has_side_effect
+def ensure_fresh(interface: Any, names: tuple[str, ...]) -> None:
+    """Copy those mirrors from the device whose versions say that they are stale, in one transfer, and wait for it.
+
+    An orchestrator's first consumers read mirrors that it did not write. Usually these are as fresh as staging left
+    them, and nothing happens; overlap scheduling can have moved the device side on.
+
+    Args:
+        interface: a CachedSequenceInterface or a SequenceInfo whose buffer keeps versions.
+        names: `_host` names.
+    """
+    buffer = getattr(interface, "info", interface)._input_buffer
+    stale = set(buffer.stale_names()).intersection(map(buffer_of, names))
+    if stale:
+        buffer.copy_names_to_host(stale, trigger="ensure_fresh")
