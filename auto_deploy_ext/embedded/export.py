@@ -45,7 +45,7 @@ class ExportedGraphModule(fx.GraphModule):
 
     @property
     def role(self) -> str:
-        """"target", "draft" or "model"."""
+        """ "target", "draft" or "model"."""
         return self.meta.get(EXPORT_META_KEY, {}).get("role", "model")
 
     def keep(self, root: nn.Module, names: Iterable[str]) -> None:

@@ -5,11 +5,26 @@ The backend reads device metadata only; of the host it needs nothing but the cou
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch._ops import OpOverloadPacket
+from torch.fx import Node
+from transformers import AttentionInterface
+
+from .attention_descriptor import (
+    AttentionDescriptor,
+    AttentionLayout,
+    AttentionRegistry,
+    Constant,
+    ResourceHandlerDict,
+)
+from .resource_handlers import UnpagedResourceHandler
+
+if TYPE_CHECKING:
+    from ..shim.interface import KvCacheConfig
 
 ATTENTION_IMPLEMENTATION = "auto_deploy_ext"
 """The `attn_implementation` under which transformers' models call the source op."""
@@ -108,6 +123,14 @@ def transformers_attention(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), scaling
     )
     return out, None
+
+
+def register_with_transformers() -> None:
+    """Make the source op available as `attn_implementation="auto_deploy_ext"`.
+
+    No mask function is registered with it, so transformers builds no mask.
+    """
+    AttentionInterface.register(ATTENTION_IMPLEMENTATION, transformers_attention)
 
 
 def batch_counts(batch_info_host: torch.Tensor) -> tuple[int, int, int, int, int, int]:
@@ -218,3 +241,76 @@ def _(
     scale: float | None,
 ) -> torch.Tensor:
     return q.new_empty(*q.shape[:3], v.shape[-1])
+
+
+def cached_heads(source_attn_node: Node, cache_config: KvCacheConfig) -> tuple[int, int, int, torch.dtype]:
+    """Give (kv_heads, dim, v_dim, cache dtype) for a `torch_attention` node with shapes in `meta["val"]`.
+
+    Raises:
+        ValueError: `cache_config.dtype` is no floating point type of torch.
+    """
+    key, value = (node.meta["val"] for node in source_attn_node.args[1:3])
+    if cache_config.dtype == "auto":
+        dtype = key.dtype
+    else:
+        dtype = getattr(torch, cache_config.dtype, None)
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise ValueError(
+                f"kv_cache_config.dtype: {cache_config.dtype!r} is no floating point type; use auto, float32, "
+                "float16 or bfloat16"
+            )
+    return int(key.shape[2]), int(key.shape[3]), int(value.shape[3]), dtype
+
+
+def attention_scale(source_attn_node: Node) -> float | None:
+    """The `scale` argument of a `torch_attention` node."""
+    args = source_attn_node.args
+    return args[3] if len(args) > 3 else source_attn_node.kwargs.get("scale")  # type: ignore[return-value]
+
+
+class SourceAttentionDescriptor(AttentionDescriptor):
+    """What all backends that replace `torch_attention` have in common."""
+
+    @classmethod
+    def get_attention_layout(cls) -> AttentionLayout:
+        """Tokens before heads."""
+        return "bsnd"
+
+    @classmethod
+    def get_num_qkv_args(cls) -> int:
+        """q, k, v."""
+        return 3
+
+    @classmethod
+    def get_source_attention_op(cls) -> OpOverloadPacket:
+        """The op that models are exported with."""
+        return torch.ops.auto_deploy_ext.torch_attention
+
+    @classmethod
+    def get_constants(cls, source_attn_node: Node) -> list[Constant]:
+        """scale."""
+        return [attention_scale(source_attn_node)]
+
+
+@AttentionRegistry.register("torch")
+class TorchAttention(SourceAttentionDescriptor):
+    """Backend `torch`: an unpaged cache, a row per slot; reads device metadata only."""
+
+    @classmethod
+    def get_cached_attention_op(cls) -> Callable:
+        """See `torch_cached_attention`."""
+        return torch.ops.auto_deploy_ext.torch_cached_attention.default
+
+    @classmethod
+    def get_standard_metadata_args(cls) -> list[str]:
+        """The counts on the host, everything else on the device."""
+        return ["batch_info_host", "seq_len", "input_pos", "slot_idx", "cu_seqlen"]
+
+    @classmethod
+    def get_cache_initializers(cls, source_attn_node: Node, cache_config: KvCacheConfig) -> ResourceHandlerDict:
+        """Keys and values apart."""
+        heads, dim, v_dim, dtype = cached_heads(source_attn_node, cache_config)
+        return {
+            "k_cache": UnpagedResourceHandler(heads, dim, dtype=dtype),
+            "v_cache": UnpagedResourceHandler(heads, v_dim, dtype=dtype),
+        }

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch.fx import Node
 
-from .torch_attention import batch_counts, grouped_attention
+from .attention_descriptor import AttentionRegistry, ResourceHandlerDict
+from .resource_handlers import KVPagedResourceHandler
+from .torch_attention import SourceAttentionDescriptor, batch_counts, cached_heads, grouped_attention
+
+if TYPE_CHECKING:
+    from ..shim.interface import KvCacheConfig
 
 K, V = 0, 1
 """Where keys and values lie in dimension 1 of the cache."""
@@ -153,3 +160,39 @@ def _(
     scale: float | None,
 ) -> torch.Tensor:
     return q.new_empty(q.shape)
+
+
+@AttentionRegistry.register("torch_paged")
+class TorchPagedAttention(SourceAttentionDescriptor):
+    """Backend `torch_paged`: a paged cache; plans on the host, so it reads host mirrors."""
+
+    @classmethod
+    def get_cached_attention_op(cls) -> Callable:
+        """See `torch_paged_cached_attention`."""
+        return torch.ops.auto_deploy_ext.torch_paged_cached_attention.default
+
+    @classmethod
+    def get_standard_metadata_args(cls) -> list[str]:
+        """The plan's mirrors, and the page numbers on the device."""
+        return [
+            "batch_info_host",
+            "cu_seqlen_host",
+            "cu_num_pages_host",
+            "last_page_len_host",
+            "seq_len_with_cache_host",
+            "cache_loc",
+        ]
+
+    @classmethod
+    def get_cache_initializers(cls, source_attn_node: Node, cache_config: KvCacheConfig) -> ResourceHandlerDict:
+        """Keys and values in the same pages.
+
+        Raises:
+            ValueError: Keys and values differ in width.
+        """
+        heads, dim, v_dim, dtype = cached_heads(source_attn_node, cache_config)
+        if dim != v_dim:
+            raise ValueError(
+                f"torch_paged keeps keys of width {dim} and values of width {v_dim} in one page; use torch"
+            )
+        return {"kv_cache": KVPagedResourceHandler(heads, dim, dtype)}

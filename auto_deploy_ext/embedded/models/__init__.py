@@ -1,0 +1,1 @@
+"""Models of the embedded host and the factories that build them."""

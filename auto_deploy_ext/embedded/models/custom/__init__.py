@@ -1,0 +1,1 @@
+"""Model definitions that transformers does not have: the Eagle wrapper, drafters, and targets made exportable."""
