@@ -72,7 +72,7 @@ def trace_orchestrator(
         >>> graph_module.graph.print_tabular()
     """
     owner = find_orchestrator(module, orchestrator)
-    if is_orchestrator_graph(owner):
+    if isinstance(owner, GraphModule) and is_orchestrator_graph(owner):
         return owner
     forward = _own_forward(owner)
     parameter = find_interface_arg(forward, interface_arg)

@@ -1,4 +1,4 @@
-"""Binds traced variants to a wrapper: its inference path runs the variant whose guards hold, else the original forward."""
+"""Binds traced variants to a wrapper: it runs the variant whose guards hold, else its original forward."""
 
 from __future__ import annotations
 
@@ -128,7 +128,9 @@ class Dispatcher:
             self._refused.add(name)
             logger.warning("no traced variant covers this batch, and none can be made: %s", error)
             return
-        logger.info("traced variant %r for a batch that no variant covered: %s", name, "; ".join(variant.guards.conditions))
+        logger.info(
+            "traced variant %r for a batch that no variant covered: %s", name, "; ".join(variant.guards.conditions)
+        )
         self.variants.append(variant)
 
     def _state(self) -> dict[str, Any]:

@@ -35,7 +35,9 @@ def find_orchestrator(module: nn.Module, name: str | None = None) -> nn.Module:
         names = [path for path, _ in module.named_modules() if path]
         hint = difflib.get_close_matches(name, names, n=1)
         suggestion = f"; did you mean {hint[0]!r}?" if hint else f"; it has {', '.join(names[:8]) or 'no submodules'}"
-        raise OrchestratorError(f"orchestrator: {type(module).__name__} has no submodule {name!r}{suggestion}") from None
+        raise OrchestratorError(
+            f"orchestrator: {type(module).__name__} has no submodule {name!r}{suggestion}"
+        ) from None
 
 
 def is_orchestrator_graph(module: nn.Module) -> bool:
@@ -67,7 +69,8 @@ def find_interface_arg(forward: Callable[..., Any], name: str | None = None) -> 
         if len(candidates) == 1 or (candidates and candidates is named):
             return candidates[0]
     raise OrchestratorError(
-        f"cannot tell which parameter of forward({_listed(parameters)}) receives the interface; name it with interface_arg:"
+        f"cannot tell which parameter of forward({_listed(parameters)}) receives the interface; "
+        "name it with interface_arg:"
     )
 
 

@@ -47,7 +47,7 @@ class OrchestratorGraph(GraphModule):
         return graph_module_from_state(owner, graph_to_state(self.graph), self.variant, self.guards, dict(self.meta))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OrchestratorGraph:
-        """Copy the graph; its owner is the wrapper's copy where the wrapper is being copied, else the wrapper itself."""
+        """Copy the graph; its owner is the wrapper's copy where that is being copied too, else the wrapper itself."""
         result = self.with_owner(memo.get(id(self.owner), self.owner))
         result.meta = copy.deepcopy(self.meta, memo)
         memo[id(self)] = result
@@ -80,13 +80,17 @@ class _Ref:
 def graph_to_state(graph: Graph) -> list[tuple[Any, ...]]:
     """Turn a graph into a list of `(name, op, target, args, kwargs, meta)`, nodes among the arguments by position."""
     position = {node: _Ref(i) for i, node in enumerate(graph.nodes)}
+
+    def reference(node: Node) -> Any:
+        return position[node]
+
     return [
         (
             node.name,
             node.op,
             node.target,
-            map_arg(node.args, position.__getitem__),
-            map_arg(node.kwargs, position.__getitem__),
+            map_arg(node.args, reference),
+            map_arg(node.kwargs, reference),
             {k: v for k, v in node.meta.items() if k in ("active_args", "source")},
         )
         for node in graph.nodes

@@ -170,15 +170,18 @@ class GuardBuilder:
     def _is_host_data(self, node: Node) -> bool:
         """Whether a node's value is plain data, which keeps the value of the phase in which it was read."""
         value = self._values.get(node)
-        return isinstance(value, Scalar) or (isinstance(value, (tuple, list)) and all(isinstance(v, Scalar) for v in value))
+        return isinstance(value, Scalar) or (
+            isinstance(value, (tuple, list)) and all(isinstance(v, Scalar) for v in value)
+        )
 
     def _is_static(self, node: Node) -> bool:
         """Whether a node is made of dtypes, devices and ranks of tensors only, the same for every batch."""
         if node.op == "placeholder":
             return False
-        if node.target is getattr and _is_tensor(self._values.get(node.args[0])):
+        of_tensor = bool(node.args) and isinstance(node.args[0], Node) and _is_tensor(self._values.get(node.args[0]))
+        if of_tensor and node.target is getattr:
             return node.args[1] in _STATIC_TENSOR_ATTRIBUTES
-        if node.op == "call_method" and _is_tensor(self._values.get(node.args[0])):
+        if of_tensor and node.op == "call_method":
             return node.target in _STATIC_TENSOR_METHODS
         inputs = node.all_input_nodes
         return bool(inputs) and all(self._is_static(n) for n in inputs)
@@ -186,7 +189,7 @@ class GuardBuilder:
     def _tensors_below(self, node: Node) -> list[torch.Tensor]:
         found: list[torch.Tensor] = []
         for source in node.all_input_nodes:
-            value = self._values.get(source)
+            value: Any = self._values.get(source)
             found += [value] if _is_tensor(value) else self._tensors_below(source)
         return found
 
@@ -219,8 +222,10 @@ class GuardBuilder:
             obj, index, value = (self._argument(a, phase) for a in node.args)
             self._lines.append(f"    {obj}[{index}] = {value}")
         elif node.target is ops.call_inplace:
-            obj, name, *args = node.args
-            self._lines.append(f"    {self._argument(obj, phase)}.{name}({self._arguments(tuple(args), node.kwargs, phase)})")
+            tensor, method, *args = node.args
+            self._lines.append(
+                f"    {self._argument(tensor, phase)}.{method}({self._arguments(tuple(args), node.kwargs, phase)})"
+            )
         else:
             self._lines.append(f"    {self._call_text(node, phase)}")
 
@@ -254,9 +259,15 @@ class GuardBuilder:
             )
             return f"{self._argument(receiver, phase)}.{name}({self._arguments(args, node.kwargs, phase)})"
         function = node.target
-        if node.op == "call_function" and callable(function) and function.__module__ in ("_operator", "builtins", "math"):
+        if (
+            node.op == "call_function"
+            and callable(function)
+            and function.__module__ in ("_operator", "builtins", "math")
+        ):
             return f"{self._constant(function)}({self._arguments(node.args, node.kwargs, phase)})"
-        raise UntraceableError(f"branches on the result of {node.format_node()}, which no guard can repeat", where_in_source())
+        raise UntraceableError(
+            f"branches on the result of {node.format_node()}, which no guard can repeat", where_in_source()
+        )
 
     def _arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], phase: int) -> str:
         texts = [self._argument(a, phase) for a in args]
@@ -290,7 +301,9 @@ class GuardBuilder:
             return repr(value)
         key = id(value)
         if key not in self._constant_names:
-            name = f"c{len(self._constants)}_{getattr(value, '__name__', type(value).__name__)}".replace("<", "").replace(">", "")
+            name = f"c{len(self._constants)}_{getattr(value, '__name__', type(value).__name__)}".replace(
+                "<", ""
+            ).replace(">", "")
             self._constant_names[key] = name
             self._constants[name] = value
         return self._constant_names[key]

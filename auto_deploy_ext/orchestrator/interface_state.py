@@ -39,7 +39,11 @@ def _among(value: Any, objects: list[Any]) -> bool:
 
 
 def _is_plain_object(value: Any) -> bool:
-    return hasattr(value, "__dict__") and not isinstance(value, (type, torch.Tensor, torch.nn.Module)) and not callable(value)
+    return (
+        hasattr(value, "__dict__")
+        and not isinstance(value, (type, torch.Tensor, torch.nn.Module))
+        and not callable(value)
+    )
 
 
 def _copy_containers(fields: dict[str, Any]) -> dict[str, Any]:
@@ -53,7 +57,7 @@ def _tensors_of(objects: list[Any]) -> list[torch.Tensor]:
     while pending:
         value = pending.pop()
         if isinstance(value, torch.Tensor):
-            found[(value.untyped_storage().data_ptr(), value.storage_offset(), value.numel())] = value
+            found[(value.untyped_storage().data_ptr(), int(value.storage_offset()), value.numel())] = value
         elif isinstance(value, dict):
             pending.extend(value.values())
         elif isinstance(value, (list, tuple)):

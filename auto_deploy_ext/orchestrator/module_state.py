@@ -1,4 +1,4 @@
-"""Watches a wrapper's Python attributes while it is traced: reads become guards, writes become effects and are undone."""
+"""Watches a wrapper's Python attributes while it is traced: reads become guards, writes effects that are undone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _MISSING = object()
 _PRIMITIVES = (bool, int, float, str, type(None))
 _CONTAINERS = (list, dict, set, deque, bytearray)
-_NN_MODULE_STATE = frozenset(nn.Module().__dict__) - {"training"}
+_NN_MODULE_STATE = (frozenset(nn.Module().__dict__) | frozenset(dir(nn.Module))) - {"training"}
 
 
 class ModuleState:
@@ -85,12 +85,12 @@ class ModuleState:
             else:
                 state._write(path, module, name, value)
 
-        return type(cls.__name__, (cls,), {"__getattribute__": read, "__setattr__": write, "__module__": cls.__module__})
+        return type(
+            cls.__name__, (cls,), {"__getattribute__": read, "__setattr__": write, "__module__": cls.__module__}
+        )
 
     def _read(self, path: str, module: nn.Module, name: str, value: Any) -> Any:
         if self._tracer.evaluating or name.startswith("__") or name in _NN_MODULE_STATE:
-            return value
-        if name not in object.__getattribute__(module, "__dict__"):
             return value
         dotted = f"{path}.{name}".lstrip(".")
         if dotted in self.assigned:

@@ -138,7 +138,7 @@ def _effect_form(
         if kwargs.get("active_args_override", ()) is None:
             del kwargs["active_args_override"]
         if "active_args_override" in kwargs:
-            override = kwargs.pop("active_args_override")
+            override: Any = kwargs.pop("active_args_override")
             kwargs["active_args"] = override if isinstance(override, Node) else tuple(sorted(override))
         return mutate, (receiver, name, *rest), kwargs
     if name == "__setitem__":

@@ -36,7 +36,7 @@ class ValueProxy(Proxy):
     def __init__(self, node: Node, tracer: OrchestratorTracer) -> None:
         super().__init__(node, tracer)
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> type:  # type: ignore[override]
         """The value's class, so that the orchestrator's `isinstance` tests answer as they would without tracing."""
         if is_own_frame(sys._getframe(1)):
@@ -50,6 +50,7 @@ class ValueProxy(Proxy):
         return self.tracer.read_attribute(self, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Record a call of a callable object that the interface holds."""
         return self.tracer.record_call(self, args, kwargs)
 
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -73,7 +74,8 @@ class ValueProxy(Proxy):
         return float(self._concrete())
 
     def __len__(self) -> int:
-        length = len(self.tracer.values[self.node])
+        with self.tracer.evaluation():
+            length = len(self.tracer.values[self.node])
         if not self.tracer.is_fixed_container(self.node):
             self.tracer.guards.require_length(self.node, length)
         return length
@@ -82,8 +84,6 @@ class ValueProxy(Proxy):
         value = self.tracer.values[self.node]
         if isinstance(value, dict):
             return iter(self.keys())
-        if isinstance(value, torch.Tensor) and value.dim() == 0:
-            self._refuse("iterates over")
         return iter([self[i] for i in range(len(self))])
 
     def __contains__(self, item: Any) -> bool:
@@ -156,6 +156,7 @@ class MethodProxy:
         self._name = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Record the call."""
         return self._receiver.tracer.record_method(self._receiver, self._name, args, kwargs)
 
 

@@ -23,7 +23,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule, Node, Tracer
 from torch.overrides import TorchFunctionMode, is_tensor_method_or_property, resolve_name
-from torch.utils._pytree import tree_any, tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 from auto_deploy_ext.effects import MUTATIONS
 
@@ -35,9 +35,25 @@ from .proxy import MethodProxy, ValueProxy
 
 #: factory functions that refuse proxies as sizes; they are wrapped while tracing.
 _FACTORIES = (
-    "zeros ones empty full rand randn randint arange linspace eye tensor as_tensor scalar_tensor empty_strided "
-    "randperm logspace tril_indices triu_indices"
-).split()
+    "arange",
+    "as_tensor",
+    "empty",
+    "empty_strided",
+    "eye",
+    "full",
+    "linspace",
+    "logspace",
+    "ones",
+    "rand",
+    "randint",
+    "randn",
+    "randperm",
+    "scalar_tensor",
+    "tensor",
+    "tril_indices",
+    "triu_indices",
+    "zeros",
+)
 
 #: calls whose effect no graph can repeat in the right place.
 _UNTRACEABLE_CUDA = ("stream", "Event", "current_stream", "default_stream", "set_stream", "graph")
@@ -297,7 +313,7 @@ class OrchestratorTracer(Tracer):
     def _is_host_state(self, tensor: Any) -> bool:
         if not isinstance(tensor, torch.Tensor) or tensor.device.type != "cpu" or isinstance(tensor, FakeTensor):
             return False
-        with self._evaluation():
+        with self.evaluation():
             state = self._interface.info.batch_info.serialize()
             return tensor.untyped_storage().data_ptr() == state.untyped_storage().data_ptr()
 
@@ -306,12 +322,12 @@ class OrchestratorTracer(Tracer):
         if isinstance(value, torch.Tensor):
             if isinstance(value, FakeTensor) or self._is_host_state(value):
                 return value
-            with self._evaluation():
+            with self.evaluation():
                 return self._fake_mode.from_tensor(value.detach(), static_shapes=True)
         return value
 
     def _evaluate(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with self._evaluation():
+        with self.evaluation():
             if kind == "call_method":
                 receiver, *rest = args
                 function: Callable[..., Any] = functools.partial(getattr(receiver, target), *rest)
@@ -324,7 +340,8 @@ class OrchestratorTracer(Tracer):
             return self._run(target, args, kwargs)
 
     @contextlib.contextmanager
-    def _evaluation(self) -> Iterator[None]:
+    def evaluation(self) -> Iterator[None]:
+        """While active, torch calls and attribute reads are this package's own and are not recorded."""
         before, self.evaluating = self.evaluating, True
         try:
             with torch._C.DisableTorchFunction():
@@ -388,7 +405,7 @@ class OrchestratorTracer(Tracer):
         value = self.values[proxy.node]
         if name.startswith("__") and name.endswith("__"):
             raise AttributeError(name)
-        with self._evaluation():
+        with self.evaluation():
             attribute = getattr(value, name)
         if callable(attribute) and not isinstance(attribute, (nn.Module, torch.Tensor, type)):
             return MethodProxy(proxy, name)
@@ -462,7 +479,9 @@ class OrchestratorTracer(Tracer):
         if kwargs.get("out") is not None or kwargs.get("inplace") or ops.is_inplace_name(function.__name__):
             name = resolve_name(function)
             if name is None:
-                raise UntraceableError(f"calls {function}, which writes its argument and has no name", where_in_source())
+                raise UntraceableError(
+                    f"calls {function}, which writes its argument and has no name", where_in_source()
+                )
             value = self._evaluate("call_function", function, self._values(args), self._values(kwargs))
             self._node("call_function", ops.call, (name, *args), kwargs, value)
             return kwargs.get("out", args[0] if args else None)
@@ -474,7 +493,7 @@ class OrchestratorTracer(Tracer):
         if name == "__get__":
             name = getattr(function.__self__, "__name__", name)
             if isinstance(receiver, torch.Tensor) and not isinstance(receiver, ValueProxy):
-                with self._evaluation():
+                with self.evaluation():
                     return function(receiver)
             return self.read_attribute(receiver, name)
         if not isinstance(receiver, ValueProxy):
@@ -554,7 +573,7 @@ def _is_impure(node: Node) -> bool:
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
-    tree_any(lambda a: found.append(a) if isinstance(a, torch.Tensor) else False, tree)
+    tree_map_only(torch.Tensor, found.append, tree)
     return found
 
 
