@@ -126,7 +126,7 @@ class HostCopyTicket:
     """A device-to-host copy that was started and whose result is applied to the mirrors at :meth:`wait`.
 
     Until then it lies in a landing area of its own. A tensor whose mirror became newer in the meantime (a newer batch
-    was staged, or a copy of a newer version arrived) keeps the newer value. A ticket that nobody waits for costs nothing but memory.
+    was staged, or a copy of a newer version arrived) keeps the newer value. A ticket that nobody waits for is harmless.
 
     Attributes:
         transfer: what is moved; its ``waited`` turns true when :meth:`wait` waits.
