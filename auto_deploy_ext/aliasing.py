@@ -1,9 +1,9 @@
-"""What a graph node may share memory with and what it writes in place, from operator schemas rather than from a list."""
+"""What a node may share memory with and what it writes in place, told from operator schemas."""
 
 from __future__ import annotations
 
 import operator
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,8 +14,11 @@ from auto_deploy_ext.orchestrator import ops
 
 #: operators whose result is a view whatever the arguments: they read no element.
 _PURE_VIEWS = frozenset(
-    "alias as_strided detach diagonal expand expand_as mH mT movedim narrow permute select slice split split_with_sizes "
-    "squeeze swapaxes swapdims t transpose unbind unflatten unfold unsqueeze view view_as chunk tensor_split".split()
+    (
+        *("alias", "as_strided", "chunk", "detach", "diagonal", "expand", "expand_as", "mH", "mT", "movedim", "narrow"),
+        *("permute", "select", "slice", "split", "split_with_sizes", "squeeze", "swapaxes", "swapdims", "t"),
+        *("tensor_split", "transpose", "unbind", "unflatten", "unfold", "unsqueeze", "view", "view_as"),
+    )
 )
 
 #: attributes of a tensor that say nothing about its elements.
@@ -28,7 +31,7 @@ _FRESH_LAYERS = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.modules.c
 _OVERWRITES = frozenset({"copy_", "fill_", "zero_"})
 
 
-@lru_cache(maxsize=None)
+@cache
 def _aten_result_aliases(name: str) -> bool | None:
     """Whether a torch function or method of that name may return memory of its arguments; None: unknown name."""
     packet = getattr(torch.ops.aten, name, None)
@@ -37,12 +40,12 @@ def _aten_result_aliases(name: str) -> bool | None:
     return any(_result_aliases(getattr(packet, overload)) for overload in packet.overloads())
 
 
-@lru_cache(maxsize=None)
+@cache
 def _result_aliases(overload: Any) -> bool:
     return any(result.alias_info is not None for result in overload._schema.returns)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _written_arguments(overload: Any) -> tuple[tuple[int, str], ...]:
     """Position and name of each argument that an operator writes."""
     arguments = enumerate(overload._schema.arguments)

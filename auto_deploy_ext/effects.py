@@ -1,4 +1,4 @@
-"""The table of metadata calls: which buffers each writes, which mirrors it reads, and what its host arithmetic needs."""
+"""The table of metadata calls: what each writes, which mirrors it reads, what its arithmetic on the host needs."""
 
 from __future__ import annotations
 

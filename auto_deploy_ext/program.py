@@ -1,16 +1,16 @@
-"""An orchestrator graph as the events that matter to mirrors, in program order."""
+"""Reads an orchestrator graph as a program: the events that matter to mirrors, in order."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from auto_deploy_ext import aliasing
 from auto_deploy_ext.active_args import consumer_args, wrapped_graph
@@ -24,314 +24,28 @@ from auto_deploy_ext.effects import (
     is_mirror,
     mirror_of,
 )
+from auto_deploy_ext.events import EVERYTHING, Event, Kind, NameTable, Program, Setting
+from auto_deploy_ext.interface_nodes import AMBIGUOUS_MUTATIONS, bind_arguments, interface_roots, submodule_at
 from auto_deploy_ext.orchestrator import ops
 from auto_deploy_ext.refresh import bring_up_to_date, ensure_fresh
 
-#: all bits: every buffer, those included that get their bit later.
-EVERYTHING = -1
+#: `meta` key: whether the batch is known to be generate-only (True) or known not to be (False).
+GENERATE_ONLY_KEY = "generate_only"
 
-#: names by which a parameter is taken for the interface.
-INTERFACE_NAMES = ("cache_seq_interface", "csi", "cm")
-
-_AMBIGUOUS_MUTATIONS = frozenset({"copy_", "reset"})
+#: `node.meta` key: the override of this mutation was derived here and may be derived anew.
+SCOPED_KEY = "scoped"
 
 
 class UnknownEffectError(RuntimeError):
     """A call whose effect on mirrors is unknown, with `on_unknown: error`."""
 
 
-class Kind(Enum):
-    """What an event does."""
-
-    MUTATION = "mutation"
-    WRITE = "write"
-    HOST_WRITE = "host write"
-    READ = "read"
-    UNKNOWN = "unknown"
-    REFRESH = "refresh"
-    BRANCH = "branch"
-
-
-class NameTable:
-    """Gives every buffer a bit, so that sets of buffers are Python integers."""
-
-    def __init__(self, names: Iterable[str] = ()) -> None:
-        self._index: dict[str, int] = {}
-        self._names: list[str] = []
-        for name in sorted(set(names)):
-            self.bit(name)
-
-    def bit(self, buffer: str) -> int:
-        """The bit of a buffer, which gets one if it has none."""
-        index = self._index.setdefault(buffer, len(self._names))
-        if index == len(self._names):
-            self._names.append(buffer)
-        return 1 << index
-
-    def bits(self, buffers: Iterable[str]) -> int:
-        """The set of some buffers (names of buffers or of their mirrors)."""
-        result = 0
-        for name in buffers:
-            result |= self.bit(buffer_of(name))
-        return result
-
-    @property
-    def all(self) -> int:
-        """The set of all buffers known so far."""
-        return (1 << len(self._names)) - 1
-
-    def __contains__(self, buffer: str) -> bool:
-        return buffer in self._index
-
-    def indices(self, bits: int) -> Iterator[int]:
-        """The positions of the bits in a set."""
-        bits &= self.all
-        while bits:
-            low = bits & -bits
-            yield low.bit_length() - 1
-            bits ^= low
-
-    def buffers(self, bits: int) -> tuple[str, ...]:
-        """The names in a set, sorted."""
-        return tuple(sorted(self._names[i] for i in self.indices(bits)))
-
-    def mirrors(self, bits: int) -> tuple[str, ...]:
-        """The names of the mirrors of a set, sorted."""
-        return tuple(map(mirror_of, self.buffers(bits)))
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What is known of the interface while planning.
-
-    Attributes:
-        info: the SequenceInfo, or None where a graph is analysed without one.
-        buffers: names of all buffers; None: unknown, every name is taken for a buffer.
-        active: `_host` names that the interface has activated; an override may name these.
-        watched: `active` and the `_host` names among the registered host-prepare functions' arguments.
-        checks_entry: whether the interface keeps versions, so that a mirror that is stale at entry can be told.
-        on_unknown: what a call of unknown effect means.
-        device_type: where buffers live, None when unknown.
-    """
-
-    info: Any = None
-    buffers: frozenset[str] | None = None
-    active: frozenset[str] = frozenset()
-    watched: frozenset[str] = frozenset()
-    checks_entry: bool = False
-    on_unknown: Literal["full", "error"] = "full"
-    device_type: str | None = None
-
-    @classmethod
-    def of(cls, interface: Any, on_unknown: Literal["full", "error"] = "full") -> Setting:
-        """Read the setting from a CachedSequenceInterface or a SequenceInfo."""
-        info = getattr(interface, "info", interface)
-        active = frozenset(n for n in info._active_args if is_mirror(n))
-        prepared = frozenset(n for n in getattr(info, "_active_host_prep_args", ()) if is_mirror(n))
-        buffer = info._input_buffer
-        return cls(
-            info=info,
-            buffers=frozenset(buffer.tensor_names),
-            active=active,
-            watched=active | prepared,
-            checks_entry=hasattr(buffer, "stale_names"),
-            on_unknown=on_unknown,
-            device_type=torch.device(info.device).type,
-        )
-
-
-@dataclass(eq=False)
-class Event:
-    """One thing that happens to mirrors.
-
-    Sets are bit sets of a `NameTable`.
-
-    Attributes:
-        kind: what happens.
-        node: the node that does it; None for what reads after the forward.
-        label: the call's or the consumer's name.
-        where: qualified name of the nested orchestrator graph that the node is in, empty for the root.
-        reads: buffers whose mirrors are read.
-        writes: buffers that are or may be written on the device.
-        kills: those of which every element is certainly written, so that older mirrors of them are of no use.
-        freshens: mirrors that are certainly up to date afterwards, whatever the strategy.
-        spec: the mutation's table entry.
-        status: whether a mutation does something: "effective", "noop" or "maybe".
-        given: the hand-written override of a mutation as names; None when it has none.
-        dynamic: whether a hand-written override is computed at run time, so that nothing is known of it.
-        at_entry: whether a refresh only moves what is stale by its version.
-        interface: a node for the interface in the same graph, to which nodes can be given.
-        anchor: the node before which such nodes go.
-        reason: why the effect is unknown.
-        branches: the alternatives of a branch.
-        order: position in program order.
-    """
-
-    kind: Kind
-    node: Node | None
-    label: str
-    where: str = ""
-    reads: int = 0
-    writes: int = 0
-    kills: int = 0
-    freshens: int = 0
-    spec: MutationSpec | None = None
-    status: Literal["effective", "noop", "maybe"] = "effective"
-    given: tuple[str, ...] | None = None
-    dynamic: bool = False
-    at_entry: bool = False
-    interface: Node | None = None
-    anchor: Node | None = None
-    reason: str = ""
-    branches: tuple[list[Event], ...] = ()
-    order: int = -1
-
-    @property
-    def name(self) -> str:
-        """The label with the nested graph's name in front."""
-        return f"{self.where}.{self.label}" if self.where else self.label
-
-
-@dataclass
-class Program:
-    """The events of one orchestrator graph.
-
-    Attributes:
-        gm: the root graph.
-        events: in program order; branches hold their own.
-        table: the bits of the buffers.
-        setting: what was known of the interface.
-        owners: the graph module of each orchestrator graph walked, the root's included.
-        exposed: call_method and call_function nodes with effects that FX would delete as dead code.
-        size: how many events there are, those in branches included.
-    """
-
-    gm: GraphModule
-    events: list[Event]
-    table: NameTable
-    setting: Setting
-    owners: dict[Graph, GraphModule] = field(default_factory=dict)
-    exposed: list[Node] = field(default_factory=list)
-    size: int = 0
-
-    def walk(self) -> Iterator[Event]:
-        """Every event in program order, those of each branch one alternative after the other."""
-        return _walk(self.events)
-
-
-def _walk(events: list[Event]) -> Iterator[Event]:
-    for event in events:
-        yield event
-        for branch in event.branches:
-            yield from _walk(branch)
-
-
-def interface_roots(gm: GraphModule, interface_arg: str | None = None) -> tuple[Node, ...]:
-    """Return the nodes of a graph that stand for the interface or its SequenceInfo.
-
-    These are: the placeholder that `interface_arg` names; one annotated with, or called like, the interface; and any
-    placeholder or attribute on which a registered mutation or a reader of mirrors is called, here or in a
-    GraphModule that the graph calls with it.
-    """
-    return tuple(_roots(gm, interface_arg, {}))
-
-
-def is_orchestrator_graph(module: Any) -> bool:
-    """Whether a module is a GraphModule that works on the interface rather than a consumer of its tensors."""
-    return isinstance(module, GraphModule) and bool(interface_roots(module))
-
-
-def _roots(gm: GraphModule, interface_arg: str | None, memo: dict[int, list[Node]]) -> list[Node]:
-    if id(gm) in memo:
-        return memo[id(gm)]
-    memo[id(gm)] = []
-    found: dict[Node, None] = {}
-    for node in gm.graph.nodes:
-        if node.op == "placeholder":
-            if node.target == interface_arg or _looks_like_interface(node):
-                found[node] = None
-        elif node.op == "call_module":
-            for argument in _nested_interface_arguments(gm, node, memo):
-                _climb(argument, found)
-        elif node.op in ("call_function", "call_method"):
-            receiver = _receiver_of_interface_call(node)
-            if receiver is not None:
-                _climb(receiver, found)
-    memo[id(gm)] = list(found)
-    return memo[id(gm)]
-
-
-def _looks_like_interface(node: Node) -> bool:
-    name = getattr(node.type, "__name__", node.type)
-    return node.target in INTERFACE_NAMES or (isinstance(name, str) and "CachedSequenceInterface" in name)
-
-
-def _nested_interface_arguments(gm: GraphModule, node: Node, memo: dict[int, list[Node]]) -> Iterator[Node]:
-    module = _submodule(gm, str(node.target))
-    if not isinstance(module, GraphModule):
-        return
-    bound = _bind(module.graph, node.args, node.kwargs)
-    for root in _roots(module, None, memo):
-        if isinstance(bound.get(root), Node):
-            yield bound[root]
-
-
-def _receiver_of_interface_call(node: Node) -> Node | None:
-    """The object that a node calls a metadata mutation, or a mirror reader, on."""
-    args = node.args
-    if not args or not (isinstance(args[0], Node) or node.target is ops.call):
-        return None
-    receiver = args[0]
-    if node.target is ops.mutate:
-        return receiver
-    if node.target in (bring_up_to_date, ensure_fresh):
-        return receiver
-    if node.op == "call_method":
-        name, operands = str(node.target), args[1:]
-    elif node.target is ops.invoke:
-        name, operands = str(args[1]), args[2:]
-    elif node.target is ops.call:
-        name, operands = str(args[0]).rpartition(".")[2], args[1:]
-        receiver = operands[0] if operands else None
-    elif node.target is getattr:
-        return receiver if args[1] in ("named_args", "batch_info") else None
-    else:
-        name, operands = getattr(node.target, "__name__", ""), args[1:]
-    if name == "copy_":
-        return receiver if operands and isinstance(operands[0], str) else None
-    if name in MUTATIONS or name in HOST_READERS:
-        return receiver if name not in _AMBIGUOUS_MUTATIONS else None
-    return None
-
-
-def _climb(node: Any, found: dict[Node, None]) -> None:
-    while isinstance(node, Node) and node.op == "call_function" and node.target is getattr:
-        node = node.args[0]
-    if isinstance(node, Node) and node.op in ("placeholder", "get_attr"):
-        found[node] = None
-
-
-def _submodule(gm: GraphModule, target: str) -> Any:
-    try:
-        return gm.get_submodule(target)
-    except AttributeError:
-        return getattr(gm, target, None)
-
-
-def _bind(graph: Graph, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[Node, Any]:
-    """Match a call's arguments to a graph's placeholders."""
-    placeholders = list(graph.find_nodes(op="placeholder"))
-    bound = dict(zip(placeholders, args, strict=False))
-    bound.update((p, kwargs[str(p.target)]) for p in placeholders if str(p.target) in kwargs)
-    return bound
-
-
 def collect(gm: GraphModule, setting: Setting, interface_arg: str | None = None) -> Program:
     """Return the events of an orchestrator graph in program order, those of nested orchestrator graphs in place.
 
     Args:
-        gm: the graph; it is not changed. A module attribute `generate_only_at_entry` in its `meta` (True or False)
-            says what its guards know of the batch at entry.
+        gm: the graph; it is not changed. `meta["generate_only"]`, on it for the batch at entry or on a node for the
+            batch that the node finds, is what the graph's guards assure.
         setting: what is known of the interface.
         interface_arg: the placeholder that receives the interface, where it cannot be told from its use.
 
@@ -339,7 +53,7 @@ def collect(gm: GraphModule, setting: Setting, interface_arg: str | None = None)
         UnknownEffectError: with `on_unknown: error`, a call whose effect on mirrors is unknown.
     """
     program = Program(gm, [], NameTable(setting.buffers or ()), setting)
-    collector = _Collector(program, gm.meta.get("generate_only_at_entry"))
+    collector = _Collector(program, gm.meta.get(GENERATE_ONLY_KEY))
     roots = dict.fromkeys(interface_roots(gm, interface_arg), _Object.INTERFACE)
     program.events = collector.graph(gm, "", roots, {}, None)
     for order, event in enumerate(program.walk()):
@@ -554,6 +268,7 @@ class _Collector:
 
     def _attribute(self, scope: _Scope, node: Node) -> None:
         owner, name = node.args[0], node.args[1]
+        assert isinstance(owner, Node) and isinstance(name, str)
         kind = scope.objects.get(owner)
         if kind is _Object.NAMESPACE:
             self._same_as(scope, node, owner.kwargs.get(name))
@@ -569,11 +284,11 @@ class _Collector:
             scope.views[node] = scope.views[other]
 
     def _item(self, scope: _Scope, node: Node) -> None:
-        if scope.objects.get(node.args[0]) is _Object.NAMED_ARGS:
+        if _object_of(scope, node.args[0]) is _Object.NAMED_ARGS:
             self._view_of(scope, node, node.args[1])
 
     def _set_item(self, scope: _Scope, node: Node) -> None:
-        if scope.objects.get(node.args[0]) is not _Object.NAMED_ARGS:
+        if _object_of(scope, node.args[0]) is not _Object.NAMED_ARGS:
             self._unknown(scope, node, "setitem", "an item of the interface is assigned")
 
     def _set_attribute(self, scope: _Scope, node: Node) -> None:
@@ -584,7 +299,7 @@ class _Collector:
         """A call of a function that is given part of the interface."""
         module, _, leaf = name.rpartition(".")
         for key in (name, leaf):
-            if key in MUTATIONS and key not in _AMBIGUOUS_MUTATIONS:
+            if key in MUTATIONS and key not in AMBIGUOUS_MUTATIONS:
                 self._expose(node)
                 return self._mutation(scope, node, MUTATIONS[key], args[1:], dict(node.kwargs))
             if key in HOST_READERS:
@@ -600,9 +315,10 @@ class _Collector:
     def _method(
         self, scope: _Scope, node: Node, receiver: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        kind = scope.objects.get(receiver)
+        kind = _object_of(scope, receiver)
         if kind is None and node.target is ops.mutate and not MUTATIONS[name].restages:
             kind = _Object.INTERFACE
+            scope.interface = scope.interface or receiver
         if kind is _Object.INTERFACE:
             self._expose(node)
             self._interface_method(scope, node, name, args, kwargs)
@@ -688,7 +404,7 @@ class _Collector:
         if spec.name == "copy_" and self._copies_to_host(args, kwargs):
             self._add(scope, Kind.HOST_WRITE, node, spec.name, kills=bits, freshens=bits)
             return
-        status = self._status(spec)
+        status = self._status(spec, node)
         self._add(
             scope,
             Kind.MUTATION,
@@ -700,16 +416,18 @@ class _Collector:
             status=status,
             given=given,
             dynamic=dynamic,
+            scoped=given is not None and node.meta.get(SCOPED_KEY) is True,
         )
         if spec.generates is not False:
             self._generating = spec.generates
 
-    def _status(self, spec: MutationSpec) -> Literal["effective", "noop", "maybe"]:
+    def _status(self, spec: MutationSpec, node: Node) -> Literal["effective", "noop", "maybe"]:
         if not spec.may_be_noop:
             return "effective"
-        if spec.generates is not True or self._generating is None:
+        generating = node.meta.get(GENERATE_ONLY_KEY, self._generating)
+        if spec.generates is not True or generating is None:
             return "maybe"
-        return "noop" if self._generating else "effective"
+        return "noop" if generating else "effective"
 
     def _copies_to_host(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether `copy_` is known to write the mirror: its name says so, or its source lives on the host."""
@@ -740,7 +458,7 @@ class _Collector:
     # -- modules and branches ------------------------------------------------------------------------------------
 
     def _module_call(self, scope: _Scope, node: Node) -> None:
-        module = _submodule(scope.gm, str(node.target))
+        module = submodule_at(scope.gm, str(node.target))
         label = str(node.target)
         if any(n in scope.objects for n in node.all_input_nodes):
             if isinstance(module, GraphModule):
@@ -783,7 +501,7 @@ class _Collector:
             self._effects[id(graph)] = aliasing.module_effects(graph)
         effects = self._effects[id(graph)]
         assert effects is not None
-        bound = {str(p.target): v for p, v in _bind(graph.graph, node.args, node.kwargs).items()}
+        bound = {str(p.target): v for p, v in bind_arguments(graph.graph, node.args, node.kwargs).items()}
         arguments = {name: scope.views[v] for name, v in bound.items() if isinstance(v, Node) and v in scope.views}
         written = _both(v for name, v in arguments.items() if name in effects.written)[0]
         returned = _both(v for name, v in arguments.items() if name in effects.returned)
@@ -807,7 +525,7 @@ class _Collector:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> _Scope:
-        bound = {p: v for p, v in _bind(module.graph, args, kwargs).items() if isinstance(v, Node)}
+        bound = {p: v for p, v in bind_arguments(module.graph, args, kwargs).items() if isinstance(v, Node)}
         objects = {p: scope.objects[v] for p, v in bound.items() if v in scope.objects}
         views = {p: scope.views[v] for p, v in bound.items() if v in scope.views}
         anchor = scope.anchor if scope.interface is None else (node, scope.interface)
@@ -833,7 +551,7 @@ class _Collector:
             elif any(n in scope.views for n in node.all_input_nodes):
                 self._tensor_node(scope, node)
             return
-        operands = node.args[3] if len(node.args) > 3 else node.kwargs.get("operands", ())
+        operands: Any = node.args[3] if len(node.args) > 3 else node.kwargs.get("operands", ())
         before, after, branches, returned = self._generating, [], [], []
         for label, body in bodies:
             self._generating = before
@@ -847,6 +565,10 @@ class _Collector:
         views = _both(returned)
         if any(views):
             scope.views[node] = views
+
+
+def _object_of(scope: _Scope, value: Any) -> _Object | None:
+    return scope.objects.get(value) if isinstance(value, Node) else None
 
 
 def split_override(
