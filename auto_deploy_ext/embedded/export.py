@@ -143,11 +143,11 @@ def export_module(
     Returns:
         The graph module; it shares parameters and buffers with `module`.
     """
-    dynamic = {dim: torch.export.Dim.DYNAMIC for dim in dynamic_dims}
+    dynamic = dict.fromkeys(dynamic_dims, torch.export.Dim.DYNAMIC)
     module.eval()
     with torch.no_grad():
         program = torch.export.export(
-            module, (), dict(example_inputs), dynamic_shapes={name: dynamic for name in example_inputs}, strict=False
+            module, (), dict(example_inputs), dynamic_shapes=dict.fromkeys(example_inputs, dynamic), strict=False
         )
     unlifted = program.module()
     graph = unlifted.graph
@@ -159,6 +159,7 @@ def export_module(
     graph.eliminate_dead_code()
     exported = ExportedGraphModule(unlifted, graph)
     exported.train(False)
+    _copy_buffer_persistence(module, exported)
     embeddings = {
         "input_embeddings": _name_of(module, _accessor(module, "get_input_embeddings")),
         "output_embeddings": _name_of(module, _accessor(module, "get_output_embeddings")),
@@ -171,8 +172,18 @@ def export_module(
 def _flatten_signature(graph: fx.Graph, out_spec: pytree.TreeSpec) -> None:
     """Give the graph plain arguments and a plain result instead of torch.export's pytree calling convention."""
     output = graph.output_node()
-    output.args = (pytree.tree_unflatten(list(output.args[0]), out_spec),)
+    flat: Any = output.args[0]
+    output.args = (pytree.tree_unflatten(list(flat), out_spec),)
     graph.set_codegen(fx.graph.CodeGen())
+
+
+def _copy_buffer_persistence(module: nn.Module, exported: nn.Module) -> None:
+    """FX registers every buffer as persistent; only those that the module saves belong in a state dict."""
+    saved = set(module.state_dict())
+    for prefix, child in exported.named_modules():
+        for name in child._buffers:
+            if ".".join(filter(None, (prefix, name))) not in saved:
+                child._non_persistent_buffers_set.add(name)
 
 
 def _accessor(module: nn.Module, name: str) -> nn.Module | None:

@@ -212,13 +212,15 @@ def torch_cached_attention(
     for first_row, rows, first_token, group_tokens in _row_groups(batch_info_host):
         in_rows, in_tokens = slice(first_row, first_row + rows), slice(first_token, first_token + group_tokens)
         lengths = seq_len[in_rows]
+        totals = past[in_rows] + lengths
         queries = _longest(lengths, group_tokens - rows + 1)
-        keys = _longest(past[in_rows] + lengths, k_cache.shape[1])
+        keys = _longest(totals, k_cache.shape[1])
         steps = torch.arange(queries, device=q.device)
         padded = flat_q[(starts[in_rows, None] + steps).clamp(max=num_tokens - 1)]
         positions = past[in_rows, None] + steps
-        # Padding may reach beyond the cache; a row's own keys never do.
-        allowed = torch.arange(keys, device=q.device) <= positions[:, :, None]
+        key_positions = torch.arange(keys, device=q.device)
+        # The second condition matters for padding only, whose queries come after the row's last key.
+        allowed = (key_positions <= positions[:, :, None]) & (key_positions < totals[:, None, None])
         attended = grouped_attention(
             padded, k_cache[slots[in_rows], :keys], v_cache[slots[in_rows], :keys], allowed, scale
         )
@@ -249,7 +251,8 @@ def cached_heads(source_attn_node: Node, cache_config: KvCacheConfig) -> tuple[i
     Raises:
         ValueError: `cache_config.dtype` is no floating point type of torch.
     """
-    key, value = (node.meta["val"] for node in source_attn_node.args[1:3])
+    tensors: Any = source_attn_node.args[1:3]
+    key, value = (node.meta["val"] for node in tensors)
     if cache_config.dtype == "auto":
         dtype = key.dtype
     else:

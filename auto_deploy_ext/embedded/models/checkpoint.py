@@ -31,7 +31,14 @@ def weight_files(directory: Path) -> list[Path]:
 
 def weight_names(directory: Path) -> set[str]:
     """The names of all weights in the directory."""
-    return {name for name, _ in _weights(directory)}
+    names: set[str] = set()
+    for path in weight_files(directory):
+        if path.suffix == ".safetensors":
+            with safe_open(path, framework="pt") as file:
+                names.update(file.keys())
+        else:
+            names.update(torch.load(path, map_location="meta", weights_only=True))
+    return names
 
 
 def load_weights(model: nn.Module, directory: Path) -> int:

@@ -226,7 +226,8 @@ class CausalLMFactory(ModelFactory):
                 family.prepare(target)
             if self.model is None:
                 family.initialise(target, self.seed)
-        target.__class__ = _flat_class(type(target))
+        model_class: Any = type(target)
+        target.__class__ = _flat_class(model_class)
         return target.eval()
 
     def build_drafter(self, target: PreTrainedModel) -> nn.Module:
@@ -310,7 +311,7 @@ def _existing(path: str, field: str) -> Path:
     return directory
 
 
-def _example_inputs(module: nn.Module) -> dict[str, torch.Tensor]:
+def _example_inputs(module: Any) -> dict[str, torch.Tensor]:
     parameter = next(module.parameters())
     sizes = (EXAMPLE_BATCH, EXAMPLE_SEQUENCE)
     embeds = torch.zeros(*sizes, module.config.hidden_size, dtype=parameter.dtype, device=parameter.device)

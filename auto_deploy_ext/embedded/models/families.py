@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import LlamaConfig, PreTrainedModel
 
 from .custom.modeling_eagle3 import Eagle3Drafter, Eagle3Options, initialise_eagle3
 from .custom.modeling_hybrid import initialise_hybrid, use_source_ops
@@ -47,7 +47,7 @@ class DrafterFamily:
     load_config_defaults: Callable[[set[str]], dict[str, Any]]
 
 
-def _build_eagle3(config: PreTrainedConfig, target: PreTrainedConfig) -> nn.Module:
+def _build_eagle3(config: LlamaConfig, target: LlamaConfig) -> nn.Module:
     return Eagle3Drafter(config, Eagle3Options.from_config(config, target))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -110,7 +111,8 @@ class Eagle3Layer(nn.Module):
 class Eagle3Drafter(nn.Module):
     """Guesses the token after next from the next token and a hidden state.
 
-    Parameters have the names of Eagle3 checkpoints: `fc`, `midlayer.*`, `norm`, `lm_head`, `embed_tokens`, `d2t`, `t2d`.
+    Its weights have the names of Eagle3 checkpoints: `fc`, `midlayer.*`, `norm`, `lm_head`, `embed_tokens`, `d2t`,
+    `t2d`.
     `fc` and `d2t` are used by the wrapper, between the two models, and not by `forward`.
 
     Args:
@@ -215,10 +217,12 @@ def initialise_eagle3(
         drafter.d2t.copy_(known - torch.arange(len(known)))
         drafter.t2d.zero_()[known] = True
     if hidden == target.config.hidden_size:
+        head: Any = target.get_output_embeddings()
+        embedding: Any = target.get_input_embeddings()
         if drafter.lm_head is not None:
-            drafter.lm_head.weight.copy_(target.get_output_embeddings().weight[known])
+            drafter.lm_head.weight.copy_(head.weight[known])
         if drafter.embed_tokens is not None:
-            drafter.embed_tokens.weight.copy_(target.get_input_embeddings().weight)
+            drafter.embed_tokens.weight.copy_(embedding.weight)
 
 
 def _initialise_attention(attention: Eagle3Attention, generator: torch.Generator, focus: float, forget: float) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import PreTrainedModel
 
@@ -30,7 +32,9 @@ def initialise_llama(
     Raises:
         ValueError: Embedding and head are tied.
     """
-    if model.get_input_embeddings().weight is model.get_output_embeddings().weight:
+    embedding: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
+    if embedding.weight is head.weight:
         raise ValueError("random weights need a head of their own: set model_kwargs.tie_word_embeddings: false")
     generator = torch.Generator().manual_seed(seed)
     scales = {
@@ -46,9 +50,8 @@ def initialise_llama(
             parameter.copy_(draw * (scale * parameter.shape[1] ** -0.5))
         else:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    rows = torch.randn(embedding.shape, generator=generator)
+    rows = torch.randn(embedding.weight.shape, generator=generator)
     rows = rows / rows.pow(2).mean(dim=-1, keepdim=True).sqrt()
     order = torch.randperm(len(rows), generator=generator)
-    embedding.copy_(rows)
-    head.copy_(rows[order] * rows.shape[1] ** -0.5)
+    embedding.weight.copy_(rows)
+    head.weight.copy_(rows[order] * rows.shape[1] ** -0.5)
