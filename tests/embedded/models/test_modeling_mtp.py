@@ -41,7 +41,7 @@ def inputs(batch: int, length: int) -> dict[str, torch.Tensor]:
 @torch.no_grad()
 def test_without_branches_it_mixes_normalised_embedding_and_hidden_state() -> None:
     given = inputs(2, 5)
-    norm_hidden, last_hidden = drafter(branch_scale=0.0, hidden_share=0.25)(**given)
+    norm_hidden, last_hidden = drafter(attention_share=0.0, mlp_share=0.0, hidden_share=0.25)(**given)
 
     def normalised(x: torch.Tensor) -> torch.Tensor:
         return x / x.pow(2).mean(-1, keepdim=True).add(CONFIG.rms_norm_eps).sqrt()
@@ -82,7 +82,9 @@ def test_where_neither_has_branches_every_guess_is_right() -> None:
     ids = torch.arange(64)[None]
     embeds = target.model.embed_tokens(ids)
     positions = torch.arange(64)[None]
-    norm_hidden, _ = drafter(branch_scale=0.0, hidden_share=0.0)(embeds, positions, torch.zeros_like(embeds))
+    norm_hidden, _ = drafter(attention_share=0.0, mlp_share=0.0, hidden_share=0.0)(
+        embeds, positions, torch.zeros_like(embeds)
+    )
     guesses = target.lm_head(norm_hidden).argmax(-1)
     assert torch.equal(guesses, target(input_ids=ids, use_cache=False).logits.argmax(-1))
     assert guesses.unique().numel() == 64

@@ -61,26 +61,41 @@ class MTPDrafter(nn.Module):
 
 
 @torch.no_grad()
-def initialise_mtp(model: MTPDrafter, seed: int, branch_scale: float = 0.6, hidden_share: float = 0.5) -> None:
+def initialise_mtp(
+    model: MTPDrafter,
+    seed: int,
+    attention_share: float = 3.2,
+    mlp_share: float = 0.3,
+    contrast: float = 1.6,
+    hidden_share: float = 0.5,
+) -> None:
     """Fill a drafter with seeded weights that guess a target made by ``initialise_hybrid`` partly right.
 
     The projection passes the embedding through, to which that target's head answers with its usual next token, and
-    adds a share of the hidden state, which carries context. The layer's branches disturb this a little.
+    adds a share of the hidden state, which carries context. The layer's branches disturb this, attention so much
+    that what the drafter's cache holds shows in its guesses.
 
     Args:
         model: any dtype, on the CPU.
         seed: of the generator that all weights are drawn from.
-        branch_scale: norm of a branch's output relative to an embedding's.
+        attention_share: scale of the attention's output projection.
+        mlp_share: scale of the MLP's output projection.
+        contrast: scale of queries and of keys; more makes attention pick single tokens.
         hidden_share: weight of the hidden state beside the embedding's 1.
     """
     generator = torch.Generator().manual_seed(seed)
-    for _, parameter in sorted(model.named_parameters()):
+    scales = {
+        "q_proj.weight": contrast,
+        "k_proj.weight": contrast,
+        "o_proj.weight": attention_share,
+        "down_proj.weight": mlp_share,
+    }
+    for name, parameter in sorted(model.named_parameters()):
         if parameter.dim() == 2:
-            weights = torch.randn(parameter.shape, generator=generator) * parameter.shape[1] ** -0.5
-            parameter.copy_(weights)
+            scale = next((scale for suffix, scale in scales.items() if name.endswith(suffix)), 1.0)
+            draw = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(draw * (scale * parameter.shape[1] ** -0.5))
         else:
             parameter.fill_(1.0)
-    for projection in (model.layer.self_attn.o_proj, model.layer.feed_forward.down_proj):
-        projection.weight.mul_(branch_scale)
     identity = torch.eye(model.config.hidden_size)
     model.input_proj.weight.copy_(torch.cat([identity, hidden_share * identity], dim=1))
