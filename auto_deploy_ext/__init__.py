@@ -80,4 +80,4 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-
+importlib.import_module(f"{__name__}.transforms")  # registers them

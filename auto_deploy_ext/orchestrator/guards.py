@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import operator
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,22 @@ Scalar = (bool, int, float, str, type(None))
 
 _STATIC_TENSOR_ATTRIBUTES = frozenset({"dtype", "device", "layout", "ndim", "is_cuda", "requires_grad"})
 _STATIC_TENSOR_METHODS = frozenset({"dim", "is_floating_point", "ndimension", "element_size"})
+#: how an operator is written in a guard's source.
+_INFIX: dict[Any, str] = {
+    operator.eq: "==",
+    operator.ne: "!=",
+    operator.lt: "<",
+    operator.le: "<=",
+    operator.gt: ">",
+    operator.ge: ">=",
+    operator.add: "+",
+    operator.sub: "-",
+    operator.mul: "*",
+    operator.floordiv: "//",
+    operator.truediv: "/",
+    operator.mod: "%",
+}
+
 _PURE_PREFIXES = ("get_", "is_", "has_", "num_", "total_", "serialize", "keys", "values", "items")
 
 
@@ -97,6 +114,7 @@ class GuardBuilder:
         self._lines: list[str] = []
         self._conditions: list[str] = []
         self._names: dict[Any, str] = {}
+        self._texts: dict[str, str] = {}
         self._constants: dict[str, Any] = {}
         self._constant_names: dict[int, str] = {}
         self._shadows = 0
@@ -163,7 +181,16 @@ class GuardBuilder:
         if condition not in self._seen:
             self._seen.add(condition)
             self._lines.append(f"    if not ({condition}):\n        return False")
-            self._conditions.append(condition)
+            self._conditions.append(self._readable(condition))
+
+    def _readable(self, text: str) -> str:
+        """Put its expression in the place of each of the source's variables, in parentheses inside another one."""
+
+        def expression(match: re.Match[str]) -> str:
+            inner = self._readable(self._texts[match.group()])
+            return f"({inner})" if " " in inner and match.group() != text else inner
+
+        return re.sub(r"\bv\d+\b", expression, text)
 
     # -- expressions -------------------------------------------------------------------------------------------
 
@@ -242,8 +269,9 @@ class GuardBuilder:
             phase = self._phases[node]
         text = self._call_text(node, phase)
         if text not in self._names:
-            self._names[text] = f"v{len(self._names)}"
-            self._lines.append(f"    {self._names[text]} = {text}")
+            name = self._names[text] = f"v{len(self._names)}"
+            self._texts[name] = text
+            self._lines.append(f"    {name} = {text}")
         return self._names[text]
 
     def _call_text(self, node: Node, phase: int) -> str:
@@ -259,6 +287,9 @@ class GuardBuilder:
             )
             return f"{self._argument(receiver, phase)}.{name}({self._arguments(args, node.kwargs, phase)})"
         function = node.target
+        if node.op == "call_function" and function in _INFIX:
+            left, right = (self._argument(a, phase) for a in node.args)
+            return f"{left} {_INFIX[function]} {right}"
         if (
             node.op == "call_function"
             and callable(function)

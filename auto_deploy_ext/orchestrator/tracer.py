@@ -77,6 +77,20 @@ class _RecordTorchCalls(TorchFunctionMode):
         return self._tracer.torch_call(func, args, kwargs or {})
 
 
+class _HostStateIsReal(FakeTensorMode):
+    """A fake tensor mode in which host state stays real, so that the interface's own methods can read it."""
+
+    def __init__(self, is_host_state: Callable[[Any], bool]) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self._is_host_state = is_host_state
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = _tensors((args, kwargs))
+        if tensors and all(map(self._is_host_state, tensors)):
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
 class OrchestratorTracer(Tracer):
     """Records one forward of an orchestrator; `trace` is the entry point.
 
@@ -124,7 +138,8 @@ class OrchestratorTracer(Tracer):
         }
         self._attribute_proxies: dict[str, ValueProxy] = {}
         self._fixed: set[Node] = set()
-        self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._fake_mode = _HostStateIsReal(self._is_host_state)
+        self._consumer_results: dict[Any, Any] = {}
         self._owner_node: Node | None = None
         node = self.graph.create_node("placeholder", parameter, (), {}, name=parameter, type_expr=None)
         argument = self._wrap(node, interface)
@@ -333,11 +348,18 @@ class OrchestratorTracer(Tracer):
                 function: Callable[..., Any] = functools.partial(getattr(receiver, target), *rest)
                 return self._run(function, (), kwargs, probe=(receiver, *rest))
             if kind == "call_module":
-                with self._fake_mode:
-                    return self.root.get_submodule(target)(*args, **kwargs)
+                return self._evaluate_submodule(target, args, kwargs)
             if target in (ops.mutate, ops.invoke):
                 return self._evaluate_method(args, kwargs)
             return self._run(target, args, kwargs)
+
+    def _evaluate_submodule(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a leaf on fake tensors; a repeated call on arguments alike (the steps of a draft loop) is not run again."""
+        key = (path, str(tree_map(_signature, (args, sorted(kwargs.items())))))
+        with self._fake_mode:
+            if key not in self._consumer_results:
+                self._consumer_results[key] = self.root.get_submodule(path)(*args, **kwargs)
+            return tree_map_only(torch.Tensor, torch.empty_like, self._consumer_results[key])
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
@@ -575,6 +597,10 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     tree_map_only(torch.Tensor, found.append, tree)
     return found
+
+
+def _signature(value: Any) -> Any:
+    return (value.shape, value.dtype, value.device) if isinstance(value, torch.Tensor) else value
 
 
 def _short(where: str | None) -> str:

@@ -1,0 +1,1 @@
+"""YAML configs: `plugin/` for AutoDeploy, `embedded/` for the embedded host."""
