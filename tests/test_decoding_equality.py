@@ -1,4 +1,4 @@
-"""Speculative decoding gives the tokens of greedy decoding: for every draft length, page size, batch shape and model."""
+"""Speculative decoding gives the tokens of greedy decoding for every draft length, page size, batch and model."""
 
 from __future__ import annotations
 
