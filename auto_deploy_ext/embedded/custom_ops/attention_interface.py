@@ -11,13 +11,14 @@ from .attention_descriptor import (
 )
 from .batch_info import BatchInfo
 from .input_buffer import HostCopyTicket, InputBuffer, TensorSpec
+from .metadata_mutations import OFFSET_WRITES, PAGE_TABLE, POOLED_BUFFERS, SWITCH_WRITES
 from .resource_handlers import (
     KVPagedResourceHandler,
     ResourceHandler,
     StateResourceHandler,
     UnpagedResourceHandler,
 )
-from .sequence_info import OFFSET_WRITES, PAGE_TABLE, POOLED_BUFFERS, SWITCH_WRITES, SequenceInfo
+from .sequence_info import SequenceInfo
 
 __all__ = [
     "OFFSET_WRITES",

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 
 from ...mirrors import HOST_SUFFIX, Transfer
+from .copy_memory import LandingPool, StagingRing
 
 #: ``(name, max_numel, dtype)`` or ``(name, max_numel, dtype, truncatable)``.
 TensorSpec = tuple[Any, ...]
-
-_STAGING_SLOTS = 3
 
 
 def unknown_name_message(kind: str, name: str, known: Iterable[str]) -> str:
@@ -57,59 +56,6 @@ class _Field:
     @property
     def nbytes(self) -> int:
         return self.capacity * self.dtype.itemsize
-
-
-class _StagingRing:
-    """Pinned host slots that an H2D copy reads from, each reused only after its copy's event.
-
-    Host values may be written as soon as :meth:`upload` returns, however long the copy takes.
-    """
-
-    def __init__(self, depth: int = _STAGING_SLOTS) -> None:
-        self._slots: list[torch.Tensor | None] = [None] * depth
-        self._events: list[torch.cuda.Event | None] = [None] * depth
-        self._next = 0
-
-    def upload(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Copy (host bytes, CUDA device bytes) pairs on the current stream without waiting for it."""
-        index, self._next = self._next, (self._next + 1) % len(self._slots)
-        event = self._events[index]
-        if event is not None:
-            event.synchronize()
-        needed = sum(source.numel() for source, _ in pairs)
-        slot = self._slots[index]
-        if slot is None or slot.numel() < needed:
-            slot = self._slots[index] = torch.empty(needed, dtype=torch.uint8, pin_memory=True)
-        start = 0
-        for source, target in pairs:
-            piece = slot[start : start + source.numel()]
-            piece.copy_(source)
-            target.copy_(piece, non_blocking=True)
-            start += source.numel()
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(pairs[0][1].device))
-        self._events[index] = event
-
-
-class _LandingPool:
-    """Host memory that D2H copies land in; a piece is handed out again only after its copy's event."""
-
-    def __init__(self) -> None:
-        self._free: list[tuple[torch.Tensor, torch.cuda.Event | None]] = []
-
-    def take(self, nbytes: int, pinned: bool) -> torch.Tensor:
-        """Return ``[>= nbytes]`` uint8 host memory that no copy is writing."""
-        for index, (memory, event) in enumerate(self._free):
-            if memory.numel() >= nbytes and (event is None or event.query()):
-                del self._free[index]
-                return memory
-        # Rounded up, so that lengths that grow step by step find the same pieces again.
-        size = 1 << max(nbytes - 1, 255).bit_length()
-        return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-
-    def give_back(self, memory: torch.Tensor, event: torch.cuda.Event | None) -> None:
-        """Take memory back whose copy ends with ``event`` (``None``: has ended)."""
-        self._free.append((memory, event))
 
 
 @dataclass(frozen=True)
@@ -227,8 +173,8 @@ class InputBuffer:
         self.device_version: dict[str, int] = {}
         self.mirror_version: dict[str, int] = {}
         self.transfer_observers: list[Callable[[Transfer], None]] = []
-        self._staging = _StagingRing()
-        self._landing_pool = _LandingPool()
+        self._staging = StagingRing()
+        self._landing_pool = LandingPool()
         self._unclaimed: list[HostCopyTicket] = []
 
         packed_size = 0
@@ -296,7 +242,7 @@ class InputBuffer:
         self._device = _resolve_device(device)
         for region, memory in list(self._device_regions.items()):
             self._allocate(region, memory.numel())
-        self._staging, self._landing_pool = _StagingRing(), _LandingPool()
+        self._staging, self._landing_pool = StagingRing(), LandingPool()
         self._unclaimed.clear()
         return self
 

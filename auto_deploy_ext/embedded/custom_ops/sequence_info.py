@@ -10,27 +10,10 @@ import torch
 
 from ...mirrors import HOST_SUFFIX
 from . import batch_layout
-from . import metadata_arithmetic as arithmetic
 from .batch_info import BatchInfo
 from .batch_layout import IntList
 from .input_buffer import InputBuffer, unknown_name_message
-
-#: Base buffers that `switch_to_generate_` writes.
-SWITCH_WRITES = ("input_ids", "input_pos", "cu_seqlen", "seq_len", "position_ids", "use_initial_states")
-#: Base buffers that `offset_pos_and_cache_` writes; those in POOLED_BUFFERS for every pool.
-OFFSET_WRITES = (
-    "input_pos",
-    "cache_loc",
-    "cu_num_pages",
-    "last_page_len",
-    "position_ids",
-    "seq_len_with_cache",
-    "use_initial_states",
-)
-#: Buffers that every pool (window group) has its own of.
-POOLED_BUFFERS = ("cache_loc", "cu_num_pages", "last_page_len", "extra_page_per_seq", "seq_len_with_cache")
-#: A pool's pages are adjusted only if one of these is active on either side.
-PAGE_TABLE = ("cache_loc", "cu_num_pages", "last_page_len")
+from .metadata_mutations import POOLED_BUFFERS, MetadataMutations
 
 _BATCH_INFO_HOST = "batch_info_host"
 _UNFLATTENED = ("input_ids", "position_ids")
@@ -41,7 +24,7 @@ _EXAMPLE_ROWS, _EXAMPLE_TOKENS = 2, 4
 HostPrepareFunction = Callable[..., Any]
 
 
-class SequenceInfo:
+class SequenceInfo(MetadataMutations):
     """Metadata of a batch: what the model's inputs are and where its sequences lie in the caches.
 
     Sequences come in the order prefill, extend, decode; tokens are flat. Every buffer ``x`` has a host mirror
@@ -586,173 +569,6 @@ class SequenceInfo:
         """Split ``[batch, sequence, ...]`` into one tensor per sequence; reads ``seq_len_host``."""
         seq_len = self._input_buffer.get_host_view("seq_len")[: self.num_sequences].tolist()
         return list(torch.split(self.flatten(tensor), seq_len))
-
-    # Mutations.
-
-    def copy_(self, name: str, src: torch.Tensor, strict: bool = True) -> None:
-        """Write a buffer's device side, or its mirror when ``src`` is on the host and the device is not.
-
-        The other side is not touched. The current length becomes ``src.numel()``.
-
-        Args:
-            name: buffer; ``x_host`` means the mirror in any case.
-            src: tensor of any shape.
-            strict: whether ``src`` must have as many elements as are in use now.
-
-        Raises:
-            ValueError: unknown name, wrong number of elements (strict), too many, or a source on another device.
-        """
-        base = name.removesuffix(self._host_suffix)
-        if base not in self._input_buffer.tensor_names:
-            raise ValueError(unknown_name_message("metadata buffer", name, self._input_buffer.tensor_names))
-        current = self._input_buffer.get_current_length(base)
-        if strict and src.numel() != current:
-            raise ValueError(
-                f"copy_({name!r}) got {src.numel()} elements where {current} are in use; pass strict=False to change it"
-            )
-        self._input_buffer.copy_(name, src)
-
-    def rescatter_input_ids_(self, ungathered_input_ids: torch.Tensor) -> None:
-        """Overlap: ``input_ids[_mask_scatter_indices] = ungathered_input_ids[_gather_idx]``, on the device.
-
-        Args:
-            ungathered_input_ids: the previous iteration's tokens, any shape, on the device.
-        """
-        source = ungathered_input_ids.reshape(-1)
-        gather = self._input_buffer.get_view("_gather_idx", truncate=True)
-        scatter = self._input_buffer.get_view("_mask_scatter_indices", truncate=True)
-        if gather.numel() != scatter.numel():
-            raise ValueError(f"{gather.numel()} tokens to gather for {scatter.numel()} places to scatter them to")
-        if gather.numel() == 0:
-            return
-        tokens = source.index_select(0, gather).to(torch.int32)
-        self._input_buffer.get_view("input_ids").index_copy_(0, scatter.to(torch.int64), tokens)
-        self._input_buffer.bump_device("input_ids")
-
-    def offset_with_new_lens_(self, new_lens: torch.Tensor) -> None:
-        """Overlap: offset each row by what the previous iteration accepted of it beyond one token.
-
-        Args:
-            new_lens: accepted tokens per slot of the previous iteration, integer, on the device. The rows right after
-                the prefills look theirs up with ``_gather_slot_idx``; all others stay.
-        """
-        slots = self._input_buffer.get_view("_gather_slot_idx", truncate=True)
-        num_prefill = self.batch_info.get_num_sequences()[0]
-        self.offset_pos_and_cache_(arithmetic.overlap_offset(new_lens, slots, num_prefill, self.num_sequences))
-
-    def switch_to_generate_(self, active_args_override: set[str] | None = None) -> None:
-        """Reduce each sequence to its last token: a generate-only batch of the same sequences.
-
-        Does nothing when the batch is generate-only. On the host ``batch_info`` changes at once; the buffers of
-        ``SWITCH_WRITES`` change on the device. Mirrors: see :meth:`offset_pos_and_cache_`.
-
-        Args:
-            active_args_override: as for :meth:`offset_pos_and_cache_`.
-
-        Raises:
-            ValueError: an override that is no set or names something inactive.
-        """
-        self._check_override(active_args_override)
-        if self.is_generate_only:
-            return
-        n = self.num_sequences
-        buffer = self._input_buffer
-        result = arithmetic.generate_batch(
-            input_ids=buffer.get_view("input_ids"),
-            input_pos=buffer.get_view("input_pos")[:n],
-            cu_seqlen=buffer.get_view("cu_seqlen")[: n + 1],
-            seq_len=buffer.get_view("seq_len")[:n],
-        )
-        self.batch_info.update([0, 0, 0, 0, n, n])
-        self.batch_info.update_tokens_gather_info(n, False)
-        for name, value in result._asdict().items():
-            buffer.copy_(name, value)
-        self._mirror(SWITCH_WRITES, active_args_override, "switch_to_generate_")
-
-    def offset_pos_and_cache_(self, offset: torch.Tensor, active_args_override: set[str] | None = None) -> None:
-        """Move the end of each sequence by its offset, pages included; see ``metadata_arithmetic.offset_page_table``.
-
-        Un-narrowed (no override), the whole buffer is then copied to the host, blocking, if the mirror of anything
-        that was written is active. Narrowed, exactly those active mirrors of what was written that the override names.
-
-        Args:
-            offset: ``[n]`` integer on the device; it moves a sequence by at most one page.
-            active_args_override: the ``_host`` names (others are ignored) that the next consumer may read.
-
-        Raises:
-            ValueError: an offset of another size, or an override that is no set or names something inactive.
-        """
-        self._check_override(active_args_override)
-        n = self.num_sequences
-        if offset.numel() != n:
-            raise ValueError(f"offset_pos_and_cache_ needs one offset for each of {n} sequences, got {offset.numel()}")
-        offset = offset.reshape(-1).to(torch.int32)
-        buffer = self._input_buffer
-        written = ["input_pos", "use_initial_states", "position_ids"]
-        input_pos = buffer.get_view("input_pos")[:n]
-        input_pos += offset
-        buffer.get_view("use_initial_states")[:n].copy_(input_pos > 0)
-        position_ids = buffer.get_view("position_ids", truncate=True)
-        cu_seqlen = buffer.get_view("cu_seqlen")[: n + 1]
-        position_ids += arithmetic.offset_per_token(offset, cu_seqlen, position_ids.shape[0])
-        for suffix in self._pool_suffixes:
-            buffer.get_view("seq_len_with_cache" + suffix)[:n] += offset
-            written.append("seq_len_with_cache" + suffix)
-            if self._pages_active(suffix):
-                self._offset_pages(suffix, offset)
-                written.extend(name + suffix for name in PAGE_TABLE)
-        for name in written:
-            buffer.bump_device(name)
-        self._mirror(written, active_args_override, "offset_pos_and_cache_")
-
-    def _pages_active(self, suffix: str) -> bool:
-        return any(self._is_active(name + suffix + side) for name in PAGE_TABLE for side in ("", self._host_suffix))
-
-    def _offset_pages(self, suffix: str, offset: torch.Tensor) -> None:
-        n = offset.shape[0]
-        buffer = self._input_buffer
-        cache_loc = "cache_loc" + suffix
-        # The device alone knows how many pages there are now: at most one more per sequence.
-        bound = min(buffer.get_current_length(cache_loc) + n, buffer.get_capacity(cache_loc))
-        cu_num_pages = buffer.get_view("cu_num_pages" + suffix)[: n + 1]
-        last_page_len = buffer.get_view("last_page_len" + suffix)[:n]
-        pages = buffer.get_view(cache_loc)[:bound]
-        table = arithmetic.offset_page_table(
-            pages,
-            cu_num_pages,
-            last_page_len,
-            buffer.get_view("extra_page_per_seq" + suffix)[:n],
-            offset,
-            self.tokens_per_block,
-        )
-        for target, value in zip((pages, cu_num_pages, last_page_len), table, strict=True):
-            target.copy_(value)
-        buffer.set_current_length(cache_loc, bound)
-
-    # Mirrors after a mutation.
-
-    def _is_active(self, name: str) -> bool:
-        return name in self._active_args or name in self._active_host_prep_args
-
-    def _check_override(self, override: set[str] | None) -> None:
-        if override is None:
-            return
-        if not isinstance(override, (set, frozenset)):
-            raise ValueError(f"active_args_override must be a set of argument names, got {type(override).__name__}")
-        inactive = sorted(name for name in override if not self._is_active(name))
-        if inactive:
-            raise ValueError(
-                f"active_args_override names arguments that are not active: {', '.join(inactive)}; "
-                "activate them with activate_arg or leave them out"
-            )
-
-    def _mirror(self, written: Sequence[str], override: set[str] | None, trigger: str) -> None:
-        twins = {name + self._host_suffix for name in written}
-        live = {name for name in twins if self._is_active(name)}
-        if override is not None:
-            self._input_buffer.copy_names_to_host(live & override, trigger=trigger)
-        elif live:
-            self._input_buffer.copy_to_host(trigger=trigger)
 
 
 def _of_pool(per_pool: Sequence[IntList] | None, pool: int) -> IntList | None:

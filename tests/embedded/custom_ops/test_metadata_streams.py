@@ -8,7 +8,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from auto_deploy_ext.embedded.custom_ops.attention_interface import SequenceInfo
+from auto_deploy_ext.embedded.custom_ops.attention_interface import HostCopyTicket, SequenceInfo
+from auto_deploy_ext.embedded.custom_ops.copy_memory import LandingPool
 from auto_deploy_ext.mirrors import record_mirrors
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -54,16 +55,23 @@ def busy() -> torch.cuda.Event:
     return event
 
 
+def draft_step(info: SequenceInfo, offset: torch.Tensor) -> HostCopyTicket:
+    nest(info, 5)
+    info.offset_pos_and_cache_(offset, active_args_override=set())
+    info.switch_to_generate_(active_args_override=set())
+    info.copy_("input_ids", torch.ones(3, dtype=torch.int32, device="cuda"))
+    info.maybe_gather_and_squeeze(torch.zeros(3, 1, 2, device="cuda"))
+    return info._input_buffer.start_copy_to_host(["cu_seqlen", "cache_loc", "position_ids"])
+
+
 def test_mutations_and_copies_do_not_wait_for_the_device(info: SequenceInfo) -> None:
     offset = torch.tensor([2, -1, 1], dtype=torch.int32, device="cuda")
+    for _ in range(4):  # kernels loaded, all staging slots and a landing area allocated
+        draft_step(info, offset).wait()
+    torch.cuda.synchronize()
     event = busy()
     with synchronising_is_an_error():
-        nest(info, 5)
-        info.offset_pos_and_cache_(offset, active_args_override=set())
-        info.switch_to_generate_(active_args_override=set())
-        info.copy_("input_ids", torch.ones(3, dtype=torch.int32, device="cuda"))
-        ticket = info._input_buffer.start_copy_to_host(["cu_seqlen", "cache_loc", "position_ids"])
-        info.maybe_gather_and_squeeze(torch.zeros(3, 1, 2, device="cuda"))
+        ticket = draft_step(info, offset)
     assert not event.query(), "the host ran ahead of the device"
     assert ticket.wait() == ("cache_loc_host", "cu_seqlen_host", "position_ids_host")
     assert event.query()
@@ -117,6 +125,9 @@ def test_mirrors_may_be_written_while_they_travel_to_the_device(info: SequenceIn
 
 
 def test_staging_slots_are_reused_only_after_their_event(info: SequenceInfo) -> None:
+    for _ in range(4):
+        nest(info, 0)
+    torch.cuda.synchronize()
     snapshots = []
     for start in range(8):
         torch.cuda._sleep(_CYCLES // 10)
@@ -124,6 +135,16 @@ def test_staging_slots_are_reused_only_after_their_event(info: SequenceInfo) -> 
         snapshots.append(info.get_arg("input_ids", unflatten=False).clone())
     for start, snapshot in enumerate(snapshots):
         assert snapshot.tolist() == list(range(start + 1, start + 8))
+
+
+def test_landing_memory_is_free_only_after_its_event() -> None:
+    pool = LandingPool()
+    memory = pool.take(100, pinned=True)
+    event = busy()
+    pool.give_back(memory, event)
+    assert pool.take(100, pinned=True).data_ptr() != memory.data_ptr()
+    event.synchronize()
+    assert pool.take(100, pinned=True) is memory
 
 
 def test_many_copies_in_flight_land_apart(info: SequenceInfo) -> None:
