@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from auto_deploy_ext.embedded.custom_ops import torch_causal_conv, torch_ssm  # noqa: F401
 from auto_deploy_ext.embedded.custom_ops.batch_info import BatchInfo
@@ -288,6 +290,35 @@ def test_mixed_batch_equals_its_rows_one_by_one(op: Ssm | Conv) -> None:
         else:
             close(op.cache[slot], states[-1])
     assert torch.equal(op.cache[4], before[4])
+
+
+PREFILL_PIECES = st.lists(st.integers(1, 9), min_size=1, max_size=3)
+GENERATE_STEPS = st.lists(st.one_of(st.just("decode"), st.integers(0, MAX_DRAFT_LEN)), max_size=5)
+
+
+@pytest.mark.parametrize("kind", [Ssm, Conv])
+@settings(max_examples=40, deadline=None)
+@given(pieces=PREFILL_PIECES, steps=GENERATE_STEPS, slot=st.integers(0, SLOTS - 1))
+def test_however_a_sequence_is_cut_it_gives_what_it_gives_uncut(
+    kind: type[Ssm | Conv], pieces: list[int], steps: list[str | int], slot: int
+) -> None:
+    """A step is a decode or the number of drafts, of three, that an extend row gets accepted."""
+    op = kind()
+    lengths = [*pieces, *(1 if step == "decode" else 1 + int(step) for step in steps)]
+    tokens = draw(sum(lengths), op)
+    outputs = []
+    for index, (part, length) in enumerate(zip(tokens.split(lengths), lengths, strict=True)):
+        step = steps[index - len(pieces)] if index >= len(pieces) else None
+        if step is None:
+            y = op.cached(part[None], Rows([length], 0, 0, [slot], [index > 0]))[0]
+        elif step == "decode":
+            y = op.cached(part[None], Rows([], 0, 1, [slot], [True]))[0]
+        else:
+            rejected = draw(ROW - length, op, seed=100 + index)
+            y = op.cached(torch.cat([part, rejected])[None], Rows([], 1, 0, [slot], [True]))[0, :length]
+            promote(op, slot, length - 1)
+        outputs.append(y)
+    close(torch.cat(outputs), op.source(tokens[None])[0])
 
 
 def test_positions_beyond_the_batch_are_zero_and_change_nothing(op: Ssm | Conv) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformers.models.bamba.modeling_bamba import BambaMixer
 
 from auto_deploy_ext.embedded.export import export_module
 from auto_deploy_ext.embedded.models.custom.modeling_hybrid import initialise_hybrid, use_source_ops
+from auto_deploy_ext.embedded.models.factory import CausalLMFactory
 
 SIZES = {
     "vocab_size": 64,
@@ -76,9 +78,26 @@ def test_a_cache_is_refused() -> None:
         model(input_ids=torch.arange(4)[None], cache=DynamicCache(config=model.config))
 
 
+def test_a_tied_head_is_refused() -> None:
+    with pytest.raises(ValueError, match="tie_word_embeddings: false"):
+        bamba(tie_word_embeddings=True)
+
+
 def test_a_seed_decides_the_weights() -> None:
     first, same, other = bamba(), bamba(), bamba()
     initialise_hybrid(other, seed=4)
     for name, parameter in first.named_parameters():
         assert torch.equal(parameter, same.get_parameter(name)), name
     assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
+
+
+@torch.no_grad()
+def test_a_local_checkpoint_loads_into_the_exportable_model(tmp_path: Path) -> None:
+    original = bamba()
+    original.save_pretrained(tmp_path)
+    factory = CausalLMFactory(str(tmp_path))
+    model = factory.build_model()
+    assert factory.load_or_random_init(model, torch.device("cpu")) == len(list(original.parameters()))
+    ids, positions = torch.arange(11)[None], torch.arange(11)[None]
+    logits = model(model.get_input_embeddings()(ids), positions)
+    torch.testing.assert_close(logits, original(input_ids=ids, use_cache=False).logits, rtol=1e-5, atol=1e-5)

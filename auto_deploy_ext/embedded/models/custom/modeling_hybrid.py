@@ -76,7 +76,12 @@ def initialise_hybrid(model: BambaForCausalLM, seed: int, branch_scale: float = 
         seed: of the generator that all weights are drawn from.
         branch_scale: norm of a branch's output relative to an embedding's.
         logit_scale: spread of the logits.
+
+    Raises:
+        ValueError: embedding and head are tied.
     """
+    if model.lm_head.weight is model.model.embed_tokens.weight:
+        raise ValueError("random weights need a head of their own: set model_kwargs.tie_word_embeddings: false")
     generator = torch.Generator().manual_seed(seed)
 
     def normal(like: torch.Tensor, std: float) -> torch.Tensor:
@@ -89,10 +94,10 @@ def initialise_hybrid(model: BambaForCausalLM, seed: int, branch_scale: float = 
             parameter.fill_(1.0)
         elif name.endswith("conv1d.weight"):
             parameter.copy_(normal(parameter, parameter.shape[-1] ** -0.5))
-        elif name.endswith("conv1d.bias"):
-            parameter.zero_()
         elif name.endswith("dt_bias"):
             parameter.copy_(normal(parameter, 0.5) - 1.0)
+        elif name.endswith("bias"):
+            parameter.zero_()
         elif name.endswith("A_log"):
             parameter.copy_(torch.linspace(-2.0, 1.0, parameter.numel()))
     vocab, hidden = model.lm_head.weight.shape
