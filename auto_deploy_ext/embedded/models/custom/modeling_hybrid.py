@@ -90,7 +90,7 @@ def initialise_hybrid(model: BambaForCausalLM, seed: int, branch_scale: float = 
     for name, parameter in sorted(model.named_parameters()):
         if parameter.dim() == 2:
             parameter.copy_(normal(parameter, parameter.shape[1] ** -0.5))
-        elif name.endswith("norm.weight") or name.endswith("layernorm.weight") or name.endswith("mamba.D"):
+        elif name.endswith(("norm.weight", "mamba.D")):
             parameter.fill_(1.0)
         elif name.endswith("conv1d.weight"):
             parameter.copy_(normal(parameter, parameter.shape[-1] ** -0.5))
