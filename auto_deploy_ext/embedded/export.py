@@ -170,7 +170,12 @@ def export_module(
 
 
 def _flatten_signature(graph: fx.Graph, out_spec: pytree.TreeSpec) -> None:
-    """Give the graph plain arguments and a plain result instead of torch.export's pytree calling convention."""
+    """Give the graph plain arguments, ahead of all else, and a plain result instead of torch.export's pytrees."""
+    arguments = list(graph.find_nodes(op="placeholder"))
+    first = next(iter(graph.nodes))
+    for node in arguments:
+        if node is not first:
+            first.prepend(node)
     output = graph.output_node()
     flat: Any = output.args[0]
     output.args = (pytree.tree_unflatten(list(flat), out_spec),)

@@ -66,6 +66,7 @@ def test_batch_and_sequence_stay_dynamic(
 
 def test_arguments_are_flat_and_parameters_are_the_modules_own(eager: Small, exported: ExportedGraphModule) -> None:
     assert [node.target for node in exported.graph.find_nodes(op="placeholder")] == ["inputs_embeds", "position_ids"]
+    assert [node.op for node in exported.graph.nodes][:3] == ["placeholder", "placeholder", "get_attr"]
     assert exported.get_parameter("body.proj.weight") is eager.body.proj.weight
     assert exported.role == "target"
 

@@ -11,6 +11,10 @@ from safetensors import safe_open
 from torch import nn
 
 
+DERIVED = (".rotary_emb.inv_freq",)
+"""Ends of names of what old checkpoints saved although it follows from the config."""
+
+
 class CheckpointError(ValueError):
     """A checkpoint directory does not fit the model."""
 
@@ -60,6 +64,8 @@ def load_weights(model: nn.Module, directory: Path) -> int:
     count = 0
     with torch.no_grad():
         for name, weight in _weights(directory):
+            if name.endswith(DERIVED):
+                continue
             tensor = state.get(name)
             if tensor is None:
                 near = difflib.get_close_matches(name, state, n=1)
