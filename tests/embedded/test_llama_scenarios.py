@@ -3,6 +3,7 @@
 import copy
 import pickle
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,7 @@ def test_text_does_not_run_in_circles(greedy: list[list[int]]) -> None:
 def test_what_follows_a_token_depends_on_the_context(greedy: list[list[int]]) -> None:
     successors: dict[int, set[int]] = {}
     for tokens in greedy:
-        for token, following in zip(tokens, tokens[1:], strict=False):
+        for token, following in pairwise(tokens):
             successors.setdefault(token, set()).add(following)
     ambiguous = Counter(len(found) > 1 for found in successors.values())
     assert ambiguous[True] >= 20

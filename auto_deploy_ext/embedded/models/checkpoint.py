@@ -10,7 +10,6 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-
 DERIVED = (".rotary_emb.inv_freq",)
 """Ends of names of what old checkpoints saved although it follows from the config."""
 

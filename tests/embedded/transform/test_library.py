@@ -233,7 +233,7 @@ def test_a_host_prepare_function_is_registered_once_for_all_graphs(cm: CachedSeq
 
 
 def test_an_unknown_backend_is_named_with_the_nearest(cm: CachedSequenceInterface) -> None:
-    with pytest.raises(ValueError, match="torch_pagd.*torch_paged"):
+    with pytest.raises(ValueError, match=r"torch_pagd.*torch_paged"):
         apply("insert_cached_attention", attention_graph(), cm, backend="torch_pagd")
 
 
@@ -301,8 +301,9 @@ def test_capture_survives_dead_code_elimination_and_copies(
     built: tuple[CausalLMFactory, Any], cm: CachedSequenceInterface
 ) -> None:
     factory, model = built
-    gm = apply("detect_hidden_states_for_capture", copy.deepcopy(model.target_model), cm, factory, layers=[2, 0])
-    for gm in (gm, copy.deepcopy(gm)):
+    captured = copy.deepcopy(model.target_model)
+    apply("detect_hidden_states_for_capture", captured, cm, factory, layers=[2, 0])
+    for gm in (captured, copy.deepcopy(captured)):
         gm.graph.eliminate_dead_code()
         captures = [n for n in gm.graph.nodes if n.target is OPS.capture_hidden_states.default]
         assert [str(node.args[1].target) for node in captures] == ["hidden_states_cache_0", "hidden_states_cache_1"]
