@@ -170,7 +170,9 @@ class Engine:
     def _nest(self, rows: Sequence[RunningSequence]) -> None:
         """Put the next input of every row, and where its caches are, into the interface."""
         input_ids: list[int] = []
-        cu_seqlen, cu_num_pages, cache_loc, extra_pages = [0], [0], [], []
+        cache_loc: list[int] = []
+        extra_pages: list[int] = []
+        cu_seqlen, cu_num_pages = [0], [0]
         for seq in rows:
             input_ids += seq.next_input
             cu_seqlen.append(len(input_ids))
@@ -242,12 +244,12 @@ def generate(
         >>> result = generate(model, cm, [[1, 2, 3], [4, 5]], max_new_tokens=8)
         >>> result.outputs[0].tokens, result.acceptance_length
     """
-    prompts = [tuple(prompt) for prompt in prompts]
-    limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
-    if len(limits) != len(prompts):
-        raise ValueError(f"{len(prompts)} prompts, but {len(limits)} values of max_new_tokens")
+    rows = [tuple(prompt) for prompt in prompts]
+    limits = [max_new_tokens] * len(rows) if isinstance(max_new_tokens, int) else list(max_new_tokens)
+    if len(limits) != len(rows):
+        raise ValueError(f"{len(rows)} prompts, but {len(limits)} values of max_new_tokens")
     engine = Engine(model, cm, speculative)
-    for prompt, limit in zip(prompts, limits, strict=True):
+    for prompt, limit in zip(rows, limits, strict=True):
         engine.submit(Request(prompt, limit, frozenset(eos_token_ids)))
     while engine.has_work:
         added = engine.step()

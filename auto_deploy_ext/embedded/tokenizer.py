@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
@@ -36,5 +36,6 @@ def load_tokenizer(model: str | None) -> Tokenizer:
     if model and any((Path(model) / name).is_file() for name in TOKENIZER_FILES):
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(model, local_files_only=True)
+        tokenizer: Any = AutoTokenizer.from_pretrained(model, local_files_only=True)
+        return tokenizer
     return ByteTokenizer()

@@ -91,6 +91,9 @@ class EagleWrapper(nn.Module):
         draft_model: likewise.
     """
 
+    target_model: Any
+    draft_model: Any
+
     def __init__(self, config: EagleWrapperConfig, target_model: nn.Module, draft_model: nn.Module) -> None:
         """Hold both models."""
         super().__init__()

@@ -1,0 +1,9 @@
+"""``python -m auto_deploy_ext``: the command line."""
+
+from __future__ import annotations
+
+import sys
+
+from .cli import main
+
+sys.exit(main())

@@ -1,0 +1,280 @@
+"""The command line ``auto-deploy-ext``: run a speculative decode, explain its mirrors."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from . import report
+
+if TYPE_CHECKING:
+    from .embedded.models.custom.modeling_eagle import EagleWrapper
+    from .embedded.pipeline import Pipeline
+    from .embedded.requests import GenerationResult
+    from .embedded.shim.interface import CachedSequenceInterface
+    from .embedded.tokenizer import Tokenizer
+    from .mirror_plan import CallSite
+
+DEFAULT_CONFIG = "eagle3_llama"
+EXIT_OK, EXIT_DIFFERENT, EXIT_USAGE = 0, 1, 2
+
+EPILOG = """\
+examples:
+  auto-deploy-ext run                                        the Llama target with its Eagle3 drafter, shipped prompts
+  auto-deploy-ext run --config mtp_hybrid --json out.json    the hybrid target with its MTP drafter
+  auto-deploy-ext run --prompt "once upon" --max-new-tokens 64
+  auto-deploy-ext explain --config ./mine.yaml --dot plan.dot
+
+A config is a name that comes with the package or a YAML file, merged over configs/embedded/default.yaml.
+Exit codes: 0 all well, 1 the tokens differ from greedy decoding, 2 something about the command or config is wrong.
+"""
+
+
+class UsageError(ValueError):
+    """Something about the command or the config that the user has to change."""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The argument parser of all commands."""
+    parser = argparse.ArgumentParser(
+        prog="auto-deploy-ext",
+        description="Scopes the host mirrors of a speculative draft loop by an FX pass, and shows what that saves.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    run = commands.add_parser(
+        "run",
+        help="decode with the rewritten wrapper and compare tokens and traffic",
+        description="Decodes the prompts three times: greedily without drafts, with the wrapper as it is written "
+        "(every mutation copies all mirrors to the host) and with the wrapper that the pass has rewritten. Compares "
+        "the tokens and counts the device-to-host copies.",
+    )
+    _add_common_arguments(run)
+    run.add_argument(
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help="text to continue, instead of the config's prompts; may be given several times. Random models read bytes",
+    )
+    run.add_argument(
+        "--max-new-tokens", type=_positive, metavar="N", help="tokens to generate per prompt; default: the config's"
+    )
+    run.set_defaults(function=run_command)
+
+    explain = commands.add_parser(
+        "explain",
+        help="say for every metadata mutation which mirrors it copies and why",
+        description="Builds the pipeline of a config and prints, for every call that changes metadata on the device, "
+        "which host mirrors it copied before the pass, which it copies after, and who reads them.",
+    )
+    _add_common_arguments(explain)
+    explain.add_argument(
+        "--dot", type=Path, metavar="FILE", help="also write the order of calls and reads as a Graphviz file"
+    )
+    explain.set_defaults(function=explain_command)
+    return parser
+
+
+def _add_common_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--config",
+        default=DEFAULT_CONFIG,
+        metavar="NAME_OR_PATH",
+        help="a config's name or a YAML file (default: %(default)s)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result as JSON")
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="log what each transform does, and show tracebacks of errors"
+    )
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: arguments without the program's name; the process's own when left out.
+
+    Returns:
+        0 all well, 1 tokens differ from greedy decoding, 2 wrong usage or config.
+    """
+    from .binding import HostError
+    from .embedded.config import ConfigError
+    from .embedded.requests import RequestTooLargeError
+
+    arguments = make_parser().parse_args(argv)
+    logging.basicConfig(format="%(levelname)s: %(message)s")
+    logging.getLogger("auto_deploy_ext").setLevel(logging.INFO if arguments.verbose else logging.WARNING)
+    try:
+        return arguments.function(arguments)
+    except (UsageError, ConfigError, RequestTooLargeError, HostError, OSError) as error:
+        if arguments.verbose:
+            raise
+        print(f"auto-deploy-ext {arguments.command}: {error}", file=sys.stderr)
+        return EXIT_USAGE
+
+
+# ---------------------------------------------------------------- commands
+
+
+def run_command(arguments: argparse.Namespace) -> int:
+    """``auto-deploy-ext run``."""
+    from . import host
+    from .embedded.tokenizer import load_tokenizer
+
+    console = report.make_console()
+    pipeline, model = _build(arguments.config)
+    config = pipeline.config
+    tokenizer = load_tokenizer(config.model)
+    texts = arguments.prompt or config.prompts
+    prompts = _encode(texts, tokenizer, model)
+    max_new_tokens = arguments.max_new_tokens or config.max_new_tokens
+
+    greedy, full, scoped, mirrors = _generate_three_times(model, pipeline.cm, prompts, max_new_tokens)
+    same = [o.tokens for o in greedy.outputs] == [o.tokens for o in scoped.outputs] == [o.tokens for o in full.outputs]
+    result = report.RunReport(
+        config=str(arguments.config),
+        host={"name": host.name, "version": host.version},
+        device=str(pipeline.cm.device),
+        generated_tokens=scoped.generated_tokens,
+        tokens_match_greedy=same,
+        acceptance_length=scoped.acceptance_length,
+        mirrors=mirrors,
+        call_sites=_call_sites(model, pipeline.cm),
+    )
+    shown = [text if isinstance(text, str) else tokenizer.decode(text) for text in texts]
+    console.print(report.output_table(shown, [tokenizer.decode(output.tokens) for output in scoped.outputs]))
+    console.print(report.run_summary(result, scoped.steps, scoped.accepted))
+    if arguments.json:
+        report.write_text(arguments.json, json.dumps(result.to_json(), indent=2) + "\n")
+    if not same:
+        print("auto-deploy-ext run: the tokens differ from greedy decoding", file=sys.stderr)
+    return EXIT_OK if same else EXIT_DIFFERENT
+
+
+def explain_command(arguments: argparse.Namespace) -> int:
+    """``auto-deploy-ext explain``."""
+    from . import plan
+
+    pipeline, model = _build(arguments.config)
+    mirror_plan = plan(model, pipeline.cm)
+    print(mirror_plan.to_text())
+    if arguments.json:
+        report.write_text(arguments.json, mirror_plan.to_json() + "\n")
+    if arguments.dot:
+        report.write_text(arguments.dot, report.to_dot(mirror_plan))
+    return EXIT_OK
+
+
+# ---------------------------------------------------------------- pieces
+
+
+def _build(name_or_path: str) -> tuple[Pipeline, EagleWrapper]:
+    """Build a config's pipeline, which must make a wrapper; the wrapper comes beside it.
+
+    A value that only a model or a transform can judge (an unknown architecture, sizes that do not go together) shows
+    when it is built: that is the config's fault, too.
+    """
+    from .embedded.config import load_config
+    from .embedded.models.custom.modeling_eagle import EagleWrapper
+    from .embedded.pipeline import build_pipeline
+
+    config = load_config(name_or_path)
+    if not config.max_draft_len:
+        raise UsageError(
+            f"config {name_or_path!r} has no draft loop: set speculative_config.decoding_type and max_draft_len"
+        )
+    try:
+        with Console(stderr=True).status(f"building {name_or_path}"):
+            pipeline = build_pipeline(config)
+    except (ValueError, KeyError) as error:
+        reason = error.args[0] if error.args else type(error).__name__
+        raise UsageError(f"config {name_or_path!r} cannot be built: {reason}") from error
+    if not isinstance(pipeline.model, EagleWrapper):
+        raise UsageError(f"config {name_or_path!r} builds a {type(pipeline.model).__name__}, not an EagleWrapper")
+    return pipeline, pipeline.model
+
+
+def _encode(texts: Sequence[str | list[int]], tokenizer: Tokenizer, model: EagleWrapper) -> list[list[int]]:
+    """Token ids of the prompts, checked against the model's vocabulary."""
+    if not texts:
+        raise UsageError("there is nothing to decode: give --prompt, or prompts: in the config")
+    prompts = [tokenizer.encode(text) if isinstance(text, str) else list(text) for text in texts]
+    vocab_size = model.target_model.get_input_embeddings().weight.shape[0]
+    for text, prompt in zip(texts, prompts, strict=True):
+        if not prompt:
+            raise UsageError(f"prompt {text!r} has no tokens")
+        outside = [token for token in prompt if not 0 <= token < vocab_size]
+        if outside:
+            raise UsageError(f"prompt {text!r} has token {outside[0]}, the model knows 0 to {vocab_size - 1}")
+    return prompts
+
+
+def _generate_three_times(
+    model: EagleWrapper, cm: CachedSequenceInterface, prompts: list[list[int]], max_new_tokens: int
+) -> tuple[GenerationResult, GenerationResult, GenerationResult, dict[str, report.MirrorTotals]]:
+    """Greedy, original and rewritten wrapper on the same prompts; traffic of the latter two."""
+    from .embedded.generation import generate
+    from .mirrors import record_mirrors
+    from .orchestrator.dispatch import original_forward
+
+    total = len(prompts) * max_new_tokens
+    with _progress() as start:
+        greedy = generate(model, cm, prompts, max_new_tokens, speculative=False, progress=start("greedy", total))
+        with original_forward(model), record_mirrors(cm.info) as full_transfers:
+            full = generate(model, cm, prompts, max_new_tokens, progress=start("all mirrors", total))
+        with record_mirrors(cm.info) as scoped_transfers:
+            scoped = generate(model, cm, prompts, max_new_tokens, progress=start("scoped mirrors", total))
+    mirrors = {
+        "full": report.MirrorTotals.of(full_transfers),
+        "scoped": report.MirrorTotals.of(scoped_transfers),
+    }
+    return greedy, full, scoped, mirrors
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, int], Callable[[int], None]]]:
+    """Progress bars on stderr; yields a function that starts one and gives its advance callback."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+
+        def start(description: str, total: int) -> Callable[[int], None]:
+            task = progress.add_task(description, total=total)
+            return lambda tokens: progress.update(task, advance=tokens)
+
+        yield start
+
+
+def _call_sites(model: EagleWrapper, cm: CachedSequenceInterface) -> tuple[CallSite, ...]:
+    """What the calls of this very model mirror; says so when the pass has not run on it."""
+    from . import orchestrator_graphs, plan
+
+    mirror_plan = plan(model, cm)
+    for line in (*mirror_plan.problems, *mirror_plan.warnings, *mirror_plan.reasons):
+        print(f"auto-deploy-ext: {line}", file=sys.stderr)
+    sites = report.distinct_call_sites(mirror_plan)
+    if orchestrator_graphs(model) or not sites:
+        return sites
+    print(
+        "auto-deploy-ext: nothing is scoped, because scope_host_mirrors is not among the config's transforms",
+        file=sys.stderr,
+    )
+    return tuple(replace(site, mirrored_after=site.mirrored_before) for site in sites)
