@@ -37,7 +37,10 @@ def _aten_result_aliases(name: str) -> bool | None:
     packet = getattr(torch.ops.aten, name, None)
     if packet is None:
         return None
-    return any(_result_aliases(getattr(packet, overload)) for overload in packet.overloads())
+    overloads = [getattr(packet, overload) for overload in packet.overloads()]
+    # `sum.out` and its like return what they were given to write: that is the call with `out=`.
+    functional = [o for o in overloads if not any(a.is_out for a in o._schema.arguments)]
+    return any(map(_result_aliases, functional))
 
 
 @cache
@@ -64,6 +67,8 @@ def result_may_alias(node: Node) -> bool:
     if target is getattr:
         return node.args[1] not in _METADATA_ATTRIBUTES
     if target is operator.getitem or target in ops.EFFECTS:
+        return True
+    if node.kwargs.get("out") is not None:
         return True
     name = _function_name(node)
     if node.op == "call_function" and getattr(target, "__module__", None) == "_operator":

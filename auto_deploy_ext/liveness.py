@@ -184,10 +184,9 @@ def _forward(events: list[Event], state: _FlowState, flow: _Flow) -> None:
 
 
 def _read(event: Event, state: _FlowState, flow: _Flow) -> None:
-    stale = event.reads & state.stale
-    at_entry = event.reads & state.entry & ~stale
-    if event.reads == EVERYTHING:
-        at_entry &= flow.table.all
+    reads = event.reads & flow.table.all
+    stale = reads & state.stale
+    at_entry = reads & state.entry & ~stale
     if not (stale or at_entry):
         return
     writes = {i: state.writes[i] for i in flow.table.indices(stale) if i in state.writes}

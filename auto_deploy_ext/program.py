@@ -374,7 +374,9 @@ class _Collector:
     def _refresh(self, scope: _Scope, node: Node, names: Any, at_entry: bool = False) -> None:
         bits = EVERYTHING if names is None else self._table.bits(names)
         label = _call_label(node)
-        self._add(scope, Kind.REFRESH, node, label, freshens=bits, kills=bits, at_entry=at_entry)
+        # What only moves on demand ends nobody's duty to move before it.
+        kills = 0 if at_entry else bits
+        self._add(scope, Kind.REFRESH, node, label, freshens=bits, kills=kills, at_entry=at_entry)
 
     def _reader(self, scope: _Scope, node: Node, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         names = HOST_READERS[name].read(self._setting.info, args, dict(kwargs))

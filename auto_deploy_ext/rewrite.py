@@ -15,12 +15,15 @@ from auto_deploy_ext.effects import MUTATIONS
 from auto_deploy_ext.events import Event, Kind, Program
 from auto_deploy_ext.orchestrator import ops
 from auto_deploy_ext.orchestrator.graph_module import graph_from_state, graph_to_state
-from auto_deploy_ext.program import SCOPED_KEY, split_override
+from auto_deploy_ext.program import GENERATE_ONLY_KEY, SCOPED_KEY, split_override
 from auto_deploy_ext.refresh import bring_up_to_date, ensure_fresh
 from auto_deploy_ext.strategies import Edits, Override
 
 #: `node.meta` key: what the call mirrored before the pass, so that a later plan can still say so.
 BEFORE_KEY = "mirrored_before"
+
+#: `node.meta` keys that travel with a pickled graph.
+KEPT_META = (META_KEY, BEFORE_KEY, SCOPED_KEY, GENERATE_ONLY_KEY, "source")
 
 
 class KeptGraphModule(GraphModule):
@@ -30,26 +33,35 @@ class KeptGraphModule(GraphModule):
         """Pickle attributes and graph."""
         derived = ("_graph", "_code", "_tracer_cls", "_tracer_extras", "_lineno_map", "_prologue_start")
         body = {k: v for k, v in self.__dict__.items() if k not in derived}
-        return _rebuild, (body, graph_to_state(self.graph), type(self).__name__)
+        metas = [{k: v for k, v in node.meta.items() if k in KEPT_META} for node in self.graph.nodes]
+        return _rebuild, (body, graph_to_state(self.graph), metas)
 
 
-def _rebuild(body: dict[str, Any], state: list[tuple[Any, ...]], name: str) -> KeptGraphModule:
+def _rebuild(body: dict[str, Any], state: list[tuple[Any, ...]], metas: list[dict[str, Any]]) -> KeptGraphModule:
     root = nn.Module()
     root.__dict__.update(body)
-    module = KeptGraphModule(root, graph_from_state(state), name)
+    graph = graph_from_state(state)
+    for node, meta in zip(graph.nodes, metas, strict=True):
+        node.meta.update(meta)
+    module = KeptGraphModule(root, graph, "KeptGraphModule")
     module.__dict__.update(body)
     return module
 
 
-def keep_graph(gm: GraphModule) -> None:
-    """Make a plain GraphModule a KeptGraphModule, the object staying the same; one that pickles by itself is left."""
+def keep_graph(gm: GraphModule) -> bool:
+    """Make a plain GraphModule a KeptGraphModule, the object staying the same; one that pickles by itself is left.
+
+    Returns:
+        Whether its class changed; then it must be recompiled, because FX keeps `forward` on the class.
+    """
     if type(gm).__reduce__ is not GraphModule.__reduce__:
-        return
+        return False
 
     class GraphModuleImpl(KeptGraphModule):  # FX gives each GraphModule a class of its own, of this name
         pass
 
     gm.__class__ = GraphModuleImpl
+    return True
 
 
 def apply_edits(programs: Sequence[Program], edits: Edits, before: dict[Node, tuple[str, ...]]) -> int:
@@ -82,14 +94,13 @@ def apply_edits(programs: Sequence[Program], edits: Edits, before: dict[Node, tu
     for node in exposed:
         touched.add(node.graph)
         _protect(node)
+    roots = [program.gm for program in programs]
     for graph, gm in graphs.items():
-        if ops.normalize_effects(graph, lambda name: False) or graph in touched:
+        stale_code = keep_graph(gm) or graph in touched
+        if ops.normalize_effects(graph, lambda name: False) or stale_code:
             gm.recompile()
             graph.lint()
         _annotate_calls(gm)
-    roots = [program.gm for program in programs]
-    for gm in graphs.values():
-        keep_graph(gm)
         if gm not in roots:
             gm.__dict__["_is_impure"] = True  # FX keeps the call of such a module although nobody uses its result
     return changed

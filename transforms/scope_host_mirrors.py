@@ -125,4 +125,3 @@ class ScopeHostMirrors(BaseTransform):
             self._log_info(reason)
         for warning in (*mirror_plan.problems, *mirror_plan.warnings):
             self._log_warning(warning)
-        self._log_debug(mirror_plan.to_text())
