@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx, nn
+from transformers import LlamaForCausalLM
 
 from auto_deploy_ext.embedded.custom_ops.attention_interface import ResourceHandler, SequenceInfo, StateResourceHandler
 from auto_deploy_ext.embedded.export import EXPORT_META_KEY, ExportedGraphModule
@@ -20,6 +21,7 @@ from auto_deploy_ext.embedded.models.custom.modeling_eagle import (
     EagleWrapperOutput,
     placeholder_names,
 )
+from auto_deploy_ext.embedded.models.factory import CausalLMFactory
 from auto_deploy_ext.embedded.shim.interface import CachedSequenceInterface
 
 VOCAB = 16
@@ -238,6 +240,30 @@ def test_models_that_were_not_exported_are_refused():
     nest(cm, [[1, 2]], [])
     with pytest.raises(AssertionError, match="run export_to_gm"):
         wrapper(cm)
+
+
+@torch.no_grad()
+def test_without_an_interface_both_models_run_over_whole_prompts():
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
+    factory = CausalLMFactory(
+        model_kwargs={"model_type": "llama", "num_attention_heads": 2, "num_key_value_heads": 2, **sizes},
+        speculative_config={"decoding_type": "Eagle3", "max_draft_len": 2},
+    )
+    wrapper = factory.build_model()
+    reference = LlamaForCausalLM(wrapper.target_model.config).eval()
+    reference.set_attn_implementation("eager")
+    reference.load_state_dict(wrapper.target_model.state_dict())
+    input_ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    output = wrapper(input_ids=input_ids)
+    torch.testing.assert_close(output.logits, reference(input_ids).logits)
+    assert output.draft_logits.shape == (2, 3, 32)
+    states = torch.ones(2, 3, 16)
+    positions = torch.arange(3).expand(2, 3)
+    other = wrapper(input_ids=input_ids, position_ids=positions, hidden_states=states)
+    torch.testing.assert_close(other.logits, output.logits)
+    shifted = torch.cat([input_ids[:, 1:], output.logits[:, -1:].argmax(-1)], dim=1)
+    norm, _ = wrapper.draft_model(wrapper.embed_draft(shifted), positions, states)
+    torch.testing.assert_close(other.draft_logits, wrapper.draft_model.lm_head(norm))
 
 
 def test_a_draft_length_of_zero_is_refused():
