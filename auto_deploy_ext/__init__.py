@@ -27,6 +27,7 @@ from .binding import (  # noqa: E402
 
 if TYPE_CHECKING:
     from .effects import register_host_reader, register_mutation
+    from .hostfuncs import drain_hostfuncs, hostfunc, hostfuncs_pending
     from .mirror_plan import MirrorPlan, plan
     from .mirrors import record_mirrors
     from .orchestrator import UntraceableError, orchestrator_graphs, trace_orchestrator
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
 _LAZY = {
     "MirrorPlan": "mirror_plan",
     "UntraceableError": "orchestrator",
+    "drain_hostfuncs": "hostfuncs",
+    "hostfunc": "hostfuncs",
+    "hostfuncs_pending": "hostfuncs",
     "orchestrator_graphs": "orchestrator",
     "plan": "mirror_plan",
     "record_mirrors": "mirrors",
@@ -55,7 +59,10 @@ __all__ = [
     "TransformInfo",
     "TransformRegistry",
     "UntraceableError",
+    "drain_hostfuncs",
     "host",
+    "hostfunc",
+    "hostfuncs_pending",
     "orchestrator_graphs",
     "plan",
     "record_mirrors",

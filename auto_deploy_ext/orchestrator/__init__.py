@@ -9,6 +9,8 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule
 
+from auto_deploy_ext.hostfuncs.drains import insert_drains
+
 from .dispatch import Dispatcher, bind_variants, dispatcher_of, orchestrator_graphs, original_forward
 from .errors import UntraceableError
 from .example_batches import KINDS, set_batch
@@ -83,7 +85,9 @@ def trace_orchestrator(
             graph = tracer.trace_forward(owner, forward, parameter, cm, proxied)
         unstable = tracer.module_state.assigned & tracer.module_state.guarded
         if not unstable:
-            return OrchestratorGraph(owner, graph, variant, tracer.guards.build())
+            graph_module = OrchestratorGraph(owner, graph, variant, tracer.guards.build())
+            insert_drains(graph_module)
+            return graph_module
         proxied |= unstable
 
 
