@@ -211,7 +211,8 @@ class Engine:
 
     def _run_greedy(self) -> tuple[list[list[int]], list[list[int]]]:
         """One new token of every row, which is its next input."""
-        tokens = [[token] for token in self.model.forward_target(self.cm).argmax(dim=-1).tolist()]
+        sampled = self.model.sample_target(self.model.forward_target(self.cm))
+        tokens = [[token] for token in sampled.tolist()]
         return tokens, tokens
 
 

@@ -313,7 +313,7 @@ def _refuse_tracing(function: Callable[..., Any]) -> None:
     tracer = sys.modules.get("auto_deploy_ext.orchestrator.tracer")
     if tracer is not None and tracer._active and not tracer._active[-1].evaluating:
         raise HostFuncUsageError(
-            f"{function.__qualname__} is launched by an orchestrator's own code, which is being traced: launch it in the "
+            f"{function.__qualname__} is launched by an orchestrator's own code while it is traced: launch it in the "
             "forward of a submodule with meta = {'active_args': ()}, which a graph calls as a whole"
         )
 

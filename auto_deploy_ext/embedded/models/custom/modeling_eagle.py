@@ -141,6 +141,10 @@ class EagleWrapper(nn.Module):
         """Greedy: ``[m, vocab]`` to int32 ``[m]``."""
         return torch.argmax(logits, dim=-1).to(torch.int32)
 
+    def sample_target(self, logits: torch.Tensor) -> torch.Tensor:
+        """What the target says: ``[m, vocab]`` logits of `forward_target` to int32 ``[m]``."""
+        return self.sample(logits)
+
     def sample_draft(self, norm_hidden_state: torch.Tensor) -> torch.Tensor:
         """Greedy draft in the target's vocabulary: ``[n, hidden]`` to int32 ``[n]``."""
         tokens = self.sample(self.draft_logits(norm_hidden_state))
@@ -186,14 +190,17 @@ class EagleWrapper(nn.Module):
         names = placeholder_names(submodule)
         return {name: value for name, value in csi.named_args.items() if name in names}
 
+    def embed_target(self, csi: CachedSequenceInterface) -> torch.Tensor:
+        """The target's input: the embeddings of the batch's tokens, ``[batch, sequence, hidden]``."""
+        return self.target_model.get_input_embeddings()(csi.get_arg("input_ids"))
+
     def forward_target(self, csi: CachedSequenceInterface) -> torch.Tensor:
         """Run the target alone on the interface's batch, of any kind.
 
         Returns:
             Logits ``[gathered tokens, vocab]``: one row for a prefill or decode row, one per token of an extend row.
         """
-        inputs_embeds = self.target_model.get_input_embeddings()(csi.get_arg("input_ids"))
-        logits = self.target_model(inputs_embeds=inputs_embeds, **self.submodule_args(csi, self.target_model))
+        logits = self.target_model(inputs_embeds=self.embed_target(csi), **self.submodule_args(csi, self.target_model))
         return csi.info.maybe_gather_and_squeeze(logits).flatten(0, -2)
 
     def captured_hidden_states(self, csi: CachedSequenceInterface, num_tokens: int) -> torch.Tensor:
@@ -215,7 +222,7 @@ class EagleWrapper(nn.Module):
             assert num_extend_tokens // num_extend == 1 + max_draft_len, "an extend row is one token and its drafts"
 
         # Verify.
-        sampled = self.sample(self.forward_target(csi))
+        sampled = self.sample_target(self.forward_target(csi))
         device = sampled.device
         input_ids = info.flatten(csi.get_arg("input_ids"))
         hidden_states = self.captured_hidden_states(csi, num_tokens)
