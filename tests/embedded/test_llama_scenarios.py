@@ -103,6 +103,19 @@ def test_drafts_are_accepted_fully_partly_and_not_at_all(pipeline: Pipeline) -> 
     assert len(result.accepted) == 4 and min(result.accepted) >= 5
 
 
+def test_without_mirrors_the_paged_drafter_guesses_worse_and_tokens_stay_right(
+    pipeline: Pipeline, drafted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("copy_to_host", "copy_names_to_host"):
+        monkeypatch.setattr(pipeline.cm.info._input_buffer, name, lambda *args, **kwargs: None)
+    blind = generate(pipeline.model, pipeline.cm, shipped_prompts(), HORIZON)
+    assert [output.tokens for output in blind.outputs] == [output.tokens for output in drafted.outputs]
+    if pipeline.config.draft_attn_backend == "torch_paged":
+        assert blind.acceptance_length < drafted.acceptance_length - 0.1
+    else:
+        assert blind.accepted == drafted.accepted
+
+
 def test_best_token_leads_by_far_more_than_rounding(target: torch.nn.Module, greedy: list[list[int]]) -> None:
     exact = copy.deepcopy(target).double()
     margin, rounding = float("inf"), 0.0

@@ -149,9 +149,21 @@ def test_drafter_of_another_width_is_built_and_runs() -> None:
     assert norm.shape == last.shape == (2, 3, 16)
 
 
+def test_drafter_with_more_heads_has_those_of_the_targets_first_layer() -> None:
+    wrapper = eagle3(num_attention_heads=8, num_key_value_heads=4)
+    drafter, layer = wrapper.draft_model.midlayer.self_attn, wrapper.target_model.model.layers[0].self_attn
+    for name in ("q_proj", "k_proj", "v_proj"):
+        taken = getattr(layer, name).weight
+        assert torch.equal(getattr(drafter, name).weight[: len(taken), :32], taken)
+        assert getattr(drafter, name).weight[: len(taken), 32:].abs().max() == 0
+    assert torch.equal(drafter.o_proj.weight[:, :32], layer.o_proj.weight)
+    alone = eagle3(num_attention_heads=4, num_key_value_heads=2).draft_model.midlayer.self_attn
+    assert not torch.equal(alone.q_proj.weight[:, :32], layer.q_proj.weight)
+
+
 def test_drafter_sees_embedding_hidden_state_and_earlier_positions() -> None:
     torch.manual_seed(0)
-    drafter = eagle3().draft_model
+    drafter = eagle3(num_attention_heads=8, num_key_value_heads=4).draft_model
     embeds, hidden, positions = torch.randn(1, 4, 32), torch.randn(1, 4, 32), torch.arange(4)[None]
     with torch.no_grad():
         base = drafter(embeds, positions, hidden)[0]

@@ -175,24 +175,25 @@ def initialise_eagle3(
     drafter: Eagle3Drafter,
     target: PreTrainedModel,
     seed: int,
-    context_share: float = 0.5,
-    focus: float = 1.1,
-    forget: float = 0.25,
+    context_share: float = 1.2,
+    focus: float = 2.0,
+    forget: float = 0.8,
     mlp_share: float = 0.1,
 ) -> None:
     """Fill a drafter with seeded weights that guess a target made by `initialise_llama` partly right.
 
     Such a target answers a token with a fixed other one unless its branches, which see the context, overrule that. The
-    drafter copies this: attention looks mostly at the own position and carries the embedding of its token into the
-    residual stream, where `fc` has left what the target's branches added to the stream at the position before.
+    drafter does the same with less: where its heads allow, the first of them are those of the target's first layer, so
+    they see the context in the drafter's own cache. The others look at the own position and carry the embedding of its
+    token into the residual stream, where `fc` has left what the target's later layers added at the position before.
 
     Args:
         drafter: Any dtype, on the CPU; without an own embedding and head its guesses need the target's width.
         target: The target, already initialised, on the CPU.
         seed: Of the generator that all weights are drawn from.
         context_share: Weight in `fc` of the last captured state less the first.
-        focus: How strongly a position attends to itself; finite, so that the rest of the cache counts too.
-        forget: How much of the previous position's state attention takes off the stream.
+        focus: How strongly a position attends to itself in the carrying heads.
+        forget: How much of the previous position's state these take off the stream.
         mlp_share: Scale of the MLP's output.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -203,7 +204,9 @@ def initialise_eagle3(
     for _, parameter in sorted(drafter.named_parameters()):
         parameter.copy_(normal(*parameter.shape) if parameter.dim() == 2 else torch.ones(parameter.shape))
     drafter.midlayer.mlp.down_proj.weight.mul_(mlp_share)
-    _initialise_attention(drafter.midlayer.self_attn, generator, focus, forget)
+    attention = drafter.midlayer.self_attn
+    taken = _take_heads(attention, target)
+    _carry_embeddings(attention, taken, generator, focus, forget)
 
     hidden = drafter.config.hidden_size
     blocks = torch.zeros(drafter.options.num_captured_layers, hidden, drafter.options.target_hidden_size)
@@ -225,20 +228,44 @@ def initialise_eagle3(
             drafter.embed_tokens.weight.copy_(embedding.weight)
 
 
-def _initialise_attention(attention: Eagle3Attention, generator: torch.Generator, focus: float, forget: float) -> None:
+def _take_heads(attention: Eagle3Attention, target: PreTrainedModel) -> int:
+    """Copy the target's first attention layer into the drafter's first heads; gives how many key/value heads it took.
+
+    None are taken where sizes differ or no head would be left to carry the embedding.
+    """
+    source: Any = next((m for m in target.modules() if isinstance(m, LlamaAttention)), None)
+    if source is None or source.q_proj.in_features * 2 != attention.q_proj.in_features:
+        return 0
+    kv_heads = source.config.num_key_value_heads
+    same_heads = (source.head_dim, source.num_key_value_groups) == (attention.head_dim, attention.num_key_value_groups)
+    if not same_heads or kv_heads >= attention.config.num_key_value_heads:
+        return 0
+    for name in ("q_proj", "k_proj", "v_proj"):
+        weight, copied = getattr(attention, name).weight, getattr(source, name).weight
+        weight[: len(copied)] = torch.cat([copied, torch.zeros_like(copied)], dim=1)
+    attention.o_proj.weight[:, : source.o_proj.in_features] = source.o_proj.weight
+    return kv_heads
+
+
+def _carry_embeddings(
+    attention: Eagle3Attention, first_head: int, generator: torch.Generator, focus: float, forget: float
+) -> None:
     """Queries and keys alike, so that a position finds itself; values that the output projection takes apart again."""
     head_dim, groups = attention.head_dim, attention.num_key_value_groups
-    kv_width, width = attention.k_proj.weight.shape
+    kv_rows = slice(first_head * head_dim, None)
+    query_rows = slice(first_head * groups * head_dim, None)
+    kv_width, width = attention.k_proj.weight[kv_rows].shape
     hidden = width // 2
     keys = torch.zeros(kv_width, width)
     keys[:, :hidden] = torch.randn(kv_width, hidden, generator=generator) * focus * hidden**-0.5
     per_query_head = keys.view(-1, head_dim, width).repeat_interleave(groups, dim=0)
-    attention.k_proj.weight.copy_(keys)
-    attention.q_proj.weight.copy_(per_query_head.flatten(0, 1))
+    attention.k_proj.weight[kv_rows] = keys.to(attention.k_proj.weight.dtype)
+    attention.q_proj.weight[query_rows] = per_query_head.flatten(0, 1).to(attention.q_proj.weight.dtype)
     # Orthonormal columns (all of the embedding gets through) or, where heads are too few for that, rows.
     tall = torch.randn(max(kv_width, hidden), min(kv_width, hidden), generator=generator)
     basis = torch.linalg.qr(tall).Q
     basis = basis if kv_width >= hidden else basis.T
-    attention.v_proj.weight.copy_(torch.cat([basis, -forget * basis], dim=1))
+    values = torch.cat([basis, -forget * basis], dim=1)
+    attention.v_proj.weight[kv_rows] = values.to(attention.v_proj.weight.dtype)
     back = basis.T.reshape(hidden, -1, 1, head_dim).expand(-1, -1, groups, -1) / groups
-    attention.o_proj.weight.copy_(back.reshape(hidden, -1))
+    attention.o_proj.weight[:, query_rows] = back.reshape(hidden, -1).to(attention.o_proj.weight.dtype)

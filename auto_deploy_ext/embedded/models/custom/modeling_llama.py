@@ -12,20 +12,23 @@ from transformers import PreTrainedModel
 def initialise_llama(
     model: PreTrainedModel,
     seed: int,
-    attention_share: float = 1.6,
-    mlp_share: float = 0.6,
+    first_share: float = 2.8,
+    attention_share: float = 1.0,
+    mlp_share: float = 0.4,
     contrast: float = 1.6,
 ) -> None:
     """Fill a Llama-like causal language model with seeded weights.
 
     The residual stream carries the token's embedding, and the head consists of the embedding's rows in another order:
     by itself a token is followed by a fixed other one. Branches are strong enough to overrule that in some contexts,
-    attention more than the MLP, so what is generated depends on what the caches hold.
+    attention more than the MLP, so what is generated depends on what the caches hold. The first layer has the largest
+    say, because a drafter of one layer can follow that.
 
     Args:
         model: Any dtype, on the CPU, so that every device starts from the same numbers; embedding and head not tied.
         seed: Of the generator that all weights are drawn from.
-        attention_share: Scale of the attention's output projection.
+        first_share: Scale of the first layer's attention's output projection.
+        attention_share: Scale of the other layers'.
         mlp_share: Scale of the MLP's output projection.
         contrast: Scale of queries and of keys; more makes attention pick single tokens.
 
@@ -38,6 +41,7 @@ def initialise_llama(
         raise ValueError("random weights need a head of their own: set model_kwargs.tie_word_embeddings: false")
     generator = torch.Generator().manual_seed(seed)
     scales = {
+        "layers.0.self_attn.o_proj.weight": first_share,
         "q_proj.weight": contrast,
         "k_proj.weight": contrast,
         "o_proj.weight": attention_share,
