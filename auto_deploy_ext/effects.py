@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 HOST_SUFFIX = "_host"
@@ -58,6 +58,9 @@ class MutationSpec:
         generates: what it does to the batch: True leaves it generate-only (and does nothing to one that is), False
             leaves it as it was, None cannot be told.
         host_effect: `host_effect(info, *args, **kwargs)` makes the call's changes to `info.batch_info`, and no other.
+        replays: for each written buffer whose new value the host can compute, the buffers whose mirrors must hold the
+            values from before the call. A twin of another pool follows its namesake, from the twins of its inputs.
+        keeps_versions: whether what it writes gets a new version on a host that keeps any, and nothing else does.
         doc: one line for people.
     """
 
@@ -72,7 +75,17 @@ class MutationSpec:
     restages: bool = False
     generates: bool | None = False
     host_effect: Callable[..., None] | None = None
+    replays: Mapping[str, Names] = field(default_factory=dict, hash=False)
+    keeps_versions: bool = False
     doc: str = ""
+
+    def replay_inputs(self, buffer: str) -> Names | None:
+        """Return the buffers from whose mirrors the host computes a written buffer's, None when it cannot."""
+        if buffer in self.replays:
+            return self.replays[buffer]
+        pool = _POOL_SUFFIX.search(buffer) if self.pooled else None
+        inputs = None if pool is None else self.replays.get(buffer[: pool.start()])
+        return None if pool is None or inputs is None else tuple(name + pool.group() for name in inputs)
 
     @property
     def changes_batch(self) -> bool:
@@ -286,6 +299,15 @@ _BUILT_IN = (
         mirrors="written",
         generates=True,
         host_effect=_switch_on_host,
+        replays={
+            "cu_seqlen": (),
+            "input_ids": ("cu_seqlen", "input_ids"),
+            "input_pos": ("input_pos", "seq_len"),
+            "position_ids": ("input_pos", "seq_len"),
+            "seq_len": (),
+            "use_initial_states": ("input_pos", "seq_len"),
+        },
+        keeps_versions=True,
         doc="Reduce each sequence to its last token.",
     ),
     MutationSpec(
@@ -306,6 +328,16 @@ _BUILT_IN = (
         mirrors="written",
         pooled=True,
         host_effect=_no_host_effect,
+        replays={
+            "cache_loc": ("cache_loc", "cu_num_pages", "extra_page_per_seq", "last_page_len"),
+            "cu_num_pages": ("cu_num_pages", "last_page_len"),
+            "input_pos": ("input_pos",),
+            "last_page_len": ("last_page_len",),
+            "position_ids": ("cu_seqlen", "position_ids"),
+            "seq_len_with_cache": ("seq_len_with_cache",),
+            "use_initial_states": ("input_pos",),
+        },
+        keeps_versions=True,
         doc="Move the end of each sequence by its offset.",
     ),
     MutationSpec(
@@ -313,6 +345,7 @@ _BUILT_IN = (
         writes=_copied_name,
         operand=1,
         host_effect=_no_host_effect,
+        keeps_versions=True,
         doc="Store one buffer, on the side that the source lives on.",
     ),
     MutationSpec(
@@ -322,6 +355,7 @@ _BUILT_IN = (
         operand=0,
         may_be_noop=True,
         host_effect=_no_host_effect,
+        keeps_versions=True,
         doc="Put the previous iteration's tokens into the rows that overlap it.",
     ),
     MutationSpec(
@@ -333,6 +367,7 @@ _BUILT_IN = (
         mirrors="written",
         pooled=True,
         host_effect=_no_host_effect,
+        keeps_versions=True,
         doc="Move the sequences that overlap the previous iteration by what it accepted.",
     ),
     *(

@@ -34,6 +34,7 @@ class NameTable:
     def __init__(self, names: Iterable[str] = ()) -> None:
         self._index: dict[str, int] = {}
         self._names: list[str] = []
+        self._shown: dict[int, tuple[str, ...]] = {}
         for name in sorted(set(names)):
             self.bit(name)
 
@@ -59,21 +60,18 @@ class NameTable:
     def __contains__(self, buffer: str) -> bool:
         return buffer in self._index
 
-    def indices(self, bits: int) -> Iterator[int]:
-        """The positions of the bits in a set."""
-        bits &= self.all
-        while bits:
-            low = bits & -bits
-            yield low.bit_length() - 1
-            bits ^= low
-
     def buffers(self, bits: int) -> tuple[str, ...]:
         """The names in a set, sorted."""
-        return tuple(sorted(self._names[i] for i in self.indices(bits)))
+        return tuple(sorted(name for i, name in enumerate(self._names) if bits >> i & 1))
 
     def mirrors(self, bits: int) -> tuple[str, ...]:
         """The names of the mirrors of a set, sorted."""
-        return tuple(map(mirror_of, self.buffers(bits)))
+        shown = self._shown.get(bits)
+        if shown is None:
+            shown = tuple(map(mirror_of, self.buffers(bits)))
+            if bits >= 0:
+                self._shown[bits] = shown
+        return shown
 
 
 @dataclass(frozen=True)
@@ -85,7 +83,7 @@ class Setting:
         buffers: names of all buffers; None: unknown, every name is taken for a buffer.
         active: `_host` names that the interface has activated; an override may name these.
         watched: `active` and the `_host` names among the registered host-prepare functions' arguments.
-        checks_entry: whether the interface keeps versions, so that a mirror that is stale at entry can be told.
+        checks_entry: whether a mirror that is stale at entry can be told; with an interface it can.
         on_unknown: what a call of unknown effect means.
         device_type: where buffers live, None when unknown.
     """
@@ -110,13 +108,13 @@ class Setting:
             buffers=frozenset(buffer.tensor_names),
             active=active,
             watched=active | prepared,
-            checks_entry=hasattr(buffer, "stale_names"),
+            checks_entry=True,
             on_unknown=on_unknown,
             device_type=torch.device(info.device).type,
         )
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Event:
     """One thing that happens to mirrors.
 
@@ -181,7 +179,7 @@ class Program:
         setting: what was known of the interface.
         owners: the graph module of each orchestrator graph walked, the root's included.
         exposed: call_method and call_function nodes with effects that FX would delete as dead code.
-        size: how many events there are, those in branches included.
+        flat: every event in program order, those of each branch one alternative after the other.
     """
 
     gm: GraphModule
@@ -190,11 +188,13 @@ class Program:
     setting: Setting
     owners: dict[Graph, GraphModule] = field(default_factory=dict)
     exposed: list[Node] = field(default_factory=list)
-    size: int = 0
+    flat: list[Event] = field(default_factory=list)
 
-    def walk(self) -> Iterator[Event]:
-        """Every event in program order, those of each branch one alternative after the other."""
-        return _walk(self.events)
+    def number(self) -> None:
+        """Fill `flat` and give every event its place in it."""
+        self.flat = list(_walk(self.events))
+        for order, event in enumerate(self.flat):
+            event.order = order
 
 
 def _walk(events: list[Event]) -> Iterator[Event]:

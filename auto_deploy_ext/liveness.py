@@ -20,8 +20,11 @@ from auto_deploy_ext.events import EVERYTHING, Event, Kind, NameTable, Program
 #: what a call itself brings up to date, as a bit set; EVERYTHING: the whole buffer.
 Moved = Callable[[Event], int]
 
-#: how many possible last writes of a buffer are remembered for a report.
-_REMEMBERED_WRITES = 8
+#: how many writes are remembered as possible last ones before those that later ones cover are forgotten.
+_REMEMBERED_WRITES = 32
+
+#: writes that may have been the last, oldest first, each with the buffers of which it may have been.
+LastWrites = tuple[tuple[Event, int], ...]
 
 
 @dataclass
@@ -47,16 +50,16 @@ def liveness(program: Program, live_out: int = 0, refreshed: Mapping[int, int] |
         live_out: mirrors that are read after the forward.
         refreshed: by event order, mirrors that are brought up to date right before that event in any case.
     """
-    result = Liveness([0] * program.size, [0] * program.size, [()] * program.size)
+    result = Liveness([0] * len(program.flat), [0] * len(program.flat), [()] * len(program.flat))
     consumers = (live_out_event(program, live_out),) if live_out else ()
-    out = live_out & ~(refreshed or {}).get(program.size, 0)
+    out = live_out & ~(refreshed or {}).get(len(program.flat), 0)
     _backward(program.events, _LiveState(out, 0, consumers), result, refreshed or {})
     return result
 
 
 def live_out_event(program: Program, live_out: int) -> Event:
     """The event that stands for whatever reads mirrors after the forward."""
-    return Event(Kind.READ, None, "live_out", reads=live_out, order=program.size)
+    return Event(Kind.READ, None, "live_out", reads=live_out, order=len(program.flat))
 
 
 @dataclass
@@ -106,28 +109,28 @@ class StaleRead:
         consumer: the event that reads.
         stale: the mirrors it reads that a device write may have made stale, as a bit set.
         at_entry: those that are as fresh as they were at entry.
-        writes: by bit position, the writes that may have been the last.
+        writes: the writes that may have been the last of what is stale.
     """
 
     consumer: Event
     stale: int
     at_entry: int
-    writes: dict[int, tuple[Event, ...]]
+    writes: LastWrites
 
     @property
     def last_write(self) -> Event | None:
         """The write after which everything that the consumer finds stale could have been moved; None: entry."""
-        return max((e for events in self.writes.values() for e in events), key=lambda e: e.order, default=None)
+        return self.writes[-1][0] if self.writes else None
 
 
 @dataclass
 class _FlowState:
     stale: int = 0
     entry: int = 0
-    writes: dict[int, tuple[Event, ...]] = field(default_factory=dict)
+    writes: list[tuple[Event, int]] = field(default_factory=list)
 
     def copy(self) -> _FlowState:
-        return _FlowState(self.stale, self.entry, dict(self.writes))
+        return _FlowState(self.stale, self.entry, list(self.writes))
 
 
 @dataclass
@@ -189,7 +192,7 @@ def _read(event: Event, state: _FlowState, flow: _Flow) -> None:
     at_entry = reads & state.entry & ~stale
     if not (stale or at_entry):
         return
-    writes = {i: state.writes[i] for i in flow.table.indices(stale) if i in state.writes}
+    writes = tuple([(e, bits & stale) for e, bits in state.writes if bits & stale])
     flow.found.append(StaleRead(event, stale, at_entry, writes))
     if flow.repair:
         state.stale &= ~stale
@@ -197,39 +200,47 @@ def _read(event: Event, state: _FlowState, flow: _Flow) -> None:
 
 
 def _note_writes(event: Event, state: _FlowState, flow: _Flow) -> None:
-    certain = event.kills & event.writes
-    for i in flow.table.indices(event.writes):
-        older = () if certain >> i & 1 else state.writes.get(i, ())
-        state.writes[i] = (*older[1 - _REMEMBERED_WRITES :], event)
+    kept = ~(event.kills & event.writes)
+    state.writes = [(e, bits & kept) for e, bits in state.writes if bits & kept]
+    state.writes.append((event, event.writes & flow.table.all))
+    if len(state.writes) > _REMEMBERED_WRITES:
+        state.writes = _newest(state.writes)
 
 
-def _join(event: Event, state: _FlowState, flow: _Flow) -> None:
+def _newest(writes: list[tuple[Event, int]]) -> list[tuple[Event, int]]:
+    """Forget the older half of the writes, except what no newer one covers."""
+    half = len(writes) // 2
+    covered = _union(bits for _, bits in writes[half:])
+    return [(e, bits & ~covered) for e, bits in writes[:half] if bits & ~covered] + writes[half:]
+
+
+def _join(branch_event: Event, state: _FlowState, flow: _Flow) -> None:
     """Run every alternative from the same state; afterwards holds what holds after any of them."""
     results = []
-    for branch in event.branches:
+    for branch in branch_event.branches:
         taken = state.copy()
         _forward(branch, taken, flow)
         results.append(taken)
     state.stale = _union(r.stale for r in results)
     state.entry = _union(r.entry for r in results)
-    merged: dict[int, dict[Event, None]] = {}
+    merged: dict[Event, int] = {}
     for result in results:
-        for i, events in result.writes.items():
-            merged.setdefault(i, {}).update(dict.fromkeys(events))
-    state.writes = {i: tuple(events)[-_REMEMBERED_WRITES:] for i, events in merged.items()}
+        for event, bits in result.writes:
+            merged[event] = merged.get(event, 0) | bits
+    state.writes = sorted(merged.items(), key=lambda item: item[0].order)
 
 
-def proof_path(program: Program, read: StaleRead, bit: int) -> tuple[str, ...]:
+def proof_path(program: Program, read: StaleRead, buffer: str) -> tuple[str, ...]:
     """Return the way from the last write of a buffer to the consumer that reads its mirror, one line per step."""
-    buffer = program.table.buffers(1 << bit)[0]
-    writes = read.writes.get(bit, ())
+    bit = program.table.bit(buffer)
+    writes = [e for e, bits in read.writes if bits & bit]
     if not writes:
         start = [f"at entry {buffer}_host may be stale"]
         first = -1
     else:
         start = [f"{_describe(w)} writes {buffer} on the device" for w in writes]
         first = max(w.order for w in writes)
-    between = [e for e in program.walk() if first < e.order < read.consumer.order and e.kind is Kind.MUTATION]
+    between = [e for e in program.flat[first + 1 : read.consumer.order] if e.kind is Kind.MUTATION]
     passed = [f"then {_describe(e)}, which leaves {buffer} and its mirror as they are" for e in between[:4]]
     if len(between) > 4:
         passed.append(f"then {len(between) - 4} more calls that leave them as they are")

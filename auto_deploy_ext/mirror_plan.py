@@ -51,15 +51,17 @@ class CallSite:
 
 @dataclass(frozen=True)
 class Arrival:
-    """A mirror that a consumer would find stale if no call mirrored anything.
+    """Mirrors that a consumer would find stale if no call mirrored anything.
 
     Attributes:
-        mirror: its `_host` name.
-        last_writes: the calls that may have written its buffer last, as `name (%node)`.
+        mirrors: sorted `_host` names.
+        last_write: the call that may have written their buffers last.
+        node: that call's node. Where several calls may have been the last, each has an Arrival.
     """
 
-    mirror: str
-    last_writes: tuple[str, ...]
+    mirrors: tuple[str, ...]
+    last_write: str
+    node: str
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class ConsumerReads:
         consumer: the consumer's name.
         node: the node's name, empty for what reads after the forward.
         reads: sorted `_host` names that it reads.
-        stale: those that mutations have written on the device since they were last fresh.
+        stale: those that something has written on the device since they were staged, by their last write.
         checked: those that it reads as they were at entry, and that are refreshed if their version says so.
     """
 
@@ -188,7 +190,7 @@ def mirrored_before(analyses: Iterable[Analysis]) -> dict[Node, tuple[str, ...]]
     before: dict[Node, set[str]] = {}
     for analysis in analyses:
         mirroring = Mirroring(analysis.program, analysis.traits)
-        for event in analysis.program.walk():
+        for event in analysis.program.flat:
             if event.kind is Kind.MUTATION and event.node is not None:
                 before.setdefault(event.node, set()).update(_before(event, mirroring))
     return {node: tuple(sorted(names)) for node, names in before.items()}
@@ -221,7 +223,7 @@ def make_plan(
         sites.extend(_call_sites(variant, analysis, edits, before))
         consumers.extend(_consumers(variant, analysis, edits))
         problems.extend(f"{variant}: {text}" for text in describe_problems(analysis))
-        for event in analysis.program.walk():
+        for event in analysis.program.flat:
             if event.kind is Kind.UNKNOWN:
                 unknown[f"{variant}: every mirror is up to date at {event.name}: {event.reason}"] = None
     setting = next((a.program.setting for a in analyses.values()), None)
@@ -255,7 +257,7 @@ def _call_sites(
     mirroring = Mirroring(analysis.program, analysis.traits)
     readers = _readers(analysis)
     index = 0
-    for event in analysis.program.walk():
+    for event in analysis.program.flat:
         for insertion in refreshes.pop(event.anchor, []) if event.anchor is not None else []:
             yield _refresh_site(variant, index, insertion, analysis)
             index += 1
@@ -326,10 +328,10 @@ def _readers(analysis: Analysis) -> dict[int, dict[str, int]]:
     """For each write, by event order, who reads which of its mirrors before they are written again."""
     readers: dict[int, dict[str, int]] = {}
     for arrival in analysis.arrivals:
-        for bit, writes in arrival.writes.items():
-            for write in writes:
-                names = readers.setdefault(write.order, {})
-                names[arrival.consumer.name] = names.get(arrival.consumer.name, 0) | 1 << bit
+        name = arrival.consumer.name
+        for write, bits in arrival.writes:
+            names = readers.setdefault(write.order, {})
+            names[name] = names.get(name, 0) | bits
     return readers
 
 
@@ -373,7 +375,7 @@ def _existing_refresh_site(variant: str, index: int, event: Event, analysis: Ana
 def _consumers(variant: str, analysis: Analysis, edits: Edits) -> Iterator[ConsumerReads]:
     table = analysis.program.table
     arrivals: dict[int, StaleRead] = {a.consumer.order: a for a in analysis.arrivals}
-    events = [e for e in analysis.program.walk() if e.kind in (Kind.READ, Kind.UNKNOWN)]
+    events = [e for e in analysis.program.flat if e.kind in (Kind.READ, Kind.UNKNOWN)]
     events.extend(a.consumer for a in analysis.arrivals if a.consumer.node is None)
     for event in events:
         arrival = arrivals.get(event.order)
@@ -384,15 +386,11 @@ def _consumers(variant: str, analysis: Analysis, edits: Edits) -> Iterator[Consu
             consumer=event.name,
             node=event.node.name if event.node else "",
             reads=table.mirrors(event.reads),
-            stale=tuple(_arrival(analysis, arrival, bit) for bit in table.indices(arrival.stale)) if arrival else (),
+            stale=tuple([Arrival(table.mirrors(b), w.name, w.node.name) for w, b in arrival.writes if w.node])
+            if arrival
+            else (),
             checked=checked,
         )
-
-
-def _arrival(analysis: Analysis, read: StaleRead, bit: int) -> Arrival:
-    writes = read.writes.get(bit, ())
-    named = tuple(f"{w.name} (%{w.node.name})" for w in writes if w.node is not None)
-    return Arrival(analysis.program.table.mirrors(1 << bit)[0], named)
 
 
 def plan(module: nn.Module, cm: Any, **options: Any) -> MirrorPlan:

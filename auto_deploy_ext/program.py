@@ -56,9 +56,7 @@ def collect(gm: GraphModule, setting: Setting, interface_arg: str | None = None)
     collector = _Collector(program, gm.meta.get(GENERATE_ONLY_KEY))
     roots = dict.fromkeys(interface_roots(gm, interface_arg), _Object.INTERFACE)
     program.events = collector.graph(gm, "", roots, {}, None)
-    for order, event in enumerate(program.walk()):
-        event.order = order
-    program.size = sum(1 for _ in program.walk())
+    program.number()
     return program
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch.fx.node import has_side_effect
 
+from auto_deploy_ext import host_mirrors
 from auto_deploy_ext.effects import buffer_of
 
 
@@ -15,13 +16,9 @@ def bring_up_to_date(interface: Any, names: tuple[str, ...]) -> None:
 
     Args:
         interface: a CachedSequenceInterface or a SequenceInfo.
-        names: `_host` names. A host that can only copy its whole buffer copies that.
+        names: `_host` names.
     """
-    buffer = getattr(interface, "info", interface)._input_buffer
-    if hasattr(buffer, "copy_names_to_host"):
-        buffer.copy_names_to_host(names, trigger="bring_up_to_date")
-    else:
-        buffer.copy_to_host()
+    host_mirrors.move(interface, names, trigger="bring_up_to_date")
 
 
 @has_side_effect
@@ -32,10 +29,8 @@ def ensure_fresh(interface: Any, names: tuple[str, ...]) -> None:
     them, and nothing happens; overlap scheduling can have moved the device side on.
 
     Args:
-        interface: a CachedSequenceInterface or a SequenceInfo whose buffer keeps versions.
+        interface: a CachedSequenceInterface or a SequenceInfo.
         names: `_host` names.
     """
-    buffer = getattr(interface, "info", interface)._input_buffer
-    stale = set(buffer.stale_names()).intersection(map(buffer_of, names))
-    if stale:
-        buffer.copy_names_to_host(stale, trigger="ensure_fresh")
+    stale = set(host_mirrors.stale_names(interface)).intersection(map(buffer_of, names))
+    host_mirrors.move(interface, stale, trigger="ensure_fresh")

@@ -81,7 +81,7 @@ def apply_edits(programs: Sequence[Program], edits: Edits, before: dict[Node, tu
     for program in programs:
         graphs.update(program.owners)
         exposed.update(dict.fromkeys(program.exposed))
-        events.update((e.node, e) for e in program.walk() if e.node is not None and e.kind is Kind.MUTATION)
+        events.update((e.node, e) for e in program.flat if e.node is not None and e.kind is Kind.MUTATION)
     # Anchors may be nodes that are replaced below, so the refreshes go in first.
     touched = {_insert(i.anchor, i.interface, i.names, i.if_stale) for i in edits.insertions.values()}
     changed = 0
@@ -100,7 +100,7 @@ def apply_edits(programs: Sequence[Program], edits: Edits, before: dict[Node, tu
         if ops.normalize_effects(graph, lambda name: False) or stale_code:
             gm.recompile()
             graph.lint()
-        _annotate_calls(gm)
+        annotate_calls(gm)
         if gm not in roots:
             gm.__dict__["_is_impure"] = True  # FX keeps the call of such a module although nobody uses its result
     return changed
@@ -199,16 +199,12 @@ def _resolves_to(name: str, function: Any) -> bool:
         return False
 
 
-def _annotate_calls(gm: GraphModule) -> None:
-    for node in gm.graph.nodes:
-        if node.op == "call_module":
-            annotate_call(gm, node)
-
-
-def annotate_call(gm: GraphModule, node: Node) -> bool:
-    """Write `node.meta["active_args"]` on a node that calls a consumer; return whether it calls one."""
-    names = consumer_args(gm.get_submodule(str(node.target)))
-    if names is None:
-        return False
-    node.meta[META_KEY] = names
-    return True
+def annotate_calls(gm: GraphModule) -> None:
+    """Write `node.meta["active_args"]` on every node of an orchestrator graph that calls a consumer."""
+    known: dict[Any, tuple[str, ...] | None] = {}
+    for node in gm.graph.find_nodes(op="call_module"):
+        if node.target not in known:
+            known[node.target] = consumer_args(gm.get_submodule(str(node.target)))
+        names = known[node.target]
+        if names is not None:
+            node.meta[META_KEY] = names

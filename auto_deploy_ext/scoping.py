@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import nn
 from torch.fx import GraphModule
 
-from auto_deploy_ext.binding import host
+from auto_deploy_ext import host_mirrors
 from auto_deploy_ext.events import Setting
 from auto_deploy_ext.interface_nodes import is_orchestrator_graph
 from auto_deploy_ext.mirror_plan import MirrorPlan, make_plan, mirrored_before
@@ -27,7 +27,7 @@ from auto_deploy_ext.orchestrator import (
 from auto_deploy_ext.orchestrator.dispatch import Dispatcher
 from auto_deploy_ext.program import collect
 from auto_deploy_ext.rewrite import apply_edits
-from auto_deploy_ext.strategies import STRATEGIES, Analysis, Edits, StaleReadError, describe_problems
+from auto_deploy_ext.strategies import STRATEGIES, Analysis, Edits, HostTraits, StaleReadError, describe_problems
 
 logger = logging.getLogger("auto_deploy_ext")
 
@@ -80,10 +80,19 @@ def analyse(graphs: Mapping[str, GraphModule], cm: Any, options: ScopeOptions) -
         ScopeError: a name in `live_out` is no mirror of the interface.
     """
     setting = Setting.of(cm, options.on_unknown)
+    traits = host_traits(cm)
     _check_live_out(options.live_out, setting)
     return {
-        name: Analysis.of(collect(gm, setting, options.interface_arg), options.live_out) for name, gm in graphs.items()
+        name: Analysis.of(collect(gm, setting, options.interface_arg), options.live_out, traits)
+        for name, gm in graphs.items()
     }
+
+
+def host_traits(cm: Any) -> HostTraits:
+    """How the mutations of an interface mirror, in the rewritten graphs (see `host_mirrors.mutate`)."""
+    info = cm.info if hasattr(cm, "info") else cm
+    by_override = host_mirrors.is_tracked(info) and host_mirrors.takes_override(type(info), "switch_to_generate_")
+    return HostTraits(narrowed_moves_whole=by_override, twins_trigger=not by_override)
 
 
 def _check_live_out(names: tuple[str, ...], setting: Setting) -> None:
@@ -98,12 +107,7 @@ def decide(analyses: Mapping[str, Analysis], options: ScopeOptions) -> Edits:
 
     Raises:
         StaleReadError: a consumer reads a stale mirror in the orchestrator as it is written.
-        ScopeError: the host's mutations take no override.
     """
-    if options.strategy == "override" and not host.takes_override:
-        raise ScopeError(
-            f"strategy: override needs mutations that take active_args_override; host {host.name} has none"
-        )
     if not options.insert_missing:
         problems = [f"{name}: {text}" for name, analysis in analyses.items() for text in describe_problems(analysis)]
         if problems:

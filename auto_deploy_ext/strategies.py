@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from torch.fx import Node
 
+from auto_deploy_ext.effects import mirror_of
 from auto_deploy_ext.events import EVERYTHING, Event, Kind, Program
 from auto_deploy_ext.liveness import Liveness, StaleRead, liveness, nothing_moved, proof_path, stale_reads
 
@@ -85,6 +86,8 @@ class Mirroring:
                 trigger = self._table.bits(b for b in self._table.buffers(trigger) if b in _plain(event))
             return EVERYTHING if trigger else 0
         named = event.writes & self.watched & self._table.bits(override)
+        if not self._traits.twins_trigger:
+            named = self._table.bits(b for b in self._table.buffers(named) if b in _plain(event))
         return EVERYTHING if named and self._traits.narrowed_moves_whole else named
 
     def purpose(self, event: Event, override: Override) -> tuple[str, ...]:
@@ -183,7 +186,7 @@ def _merged(first: dict[int, int], second: dict[int, int]) -> dict[int, int]:
 
 
 def _narrowable(analysis: Analysis) -> list[Event]:
-    events = analysis.program.walk()
+    events = analysis.program.flat
     return [e for e in events if e.kind is Kind.MUTATION and e.spec is not None and e.spec.takes_override]
 
 
@@ -274,8 +277,7 @@ def describe_problems(analysis: Analysis) -> list[str]:
     for read in analysis.problems:
         if len(lines) >= _DESCRIBED:
             return [*lines, "and more of the same"]
-        for bit in analysis.program.table.indices(read.stale):
-            mirror = analysis.program.table.mirrors(1 << bit)[0]
-            steps = "\n    ".join(proof_path(analysis.program, read, bit))
-            lines.append(f"{read.consumer.name} reads {mirror}, which is stale there:\n    {steps}")
+        for buffer in analysis.program.table.buffers(read.stale):
+            steps = "\n    ".join(proof_path(analysis.program, read, buffer))
+            lines.append(f"{read.consumer.name} reads {mirror_of(buffer)}, which is stale there:\n    {steps}")
     return lines

@@ -19,7 +19,7 @@ from auto_deploy_ext.binding import (
 )
 from auto_deploy_ext.interface_nodes import is_orchestrator_graph
 from auto_deploy_ext.orchestrator import orchestrator_graphs
-from auto_deploy_ext.rewrite import annotate_call
+from auto_deploy_ext.rewrite import annotate_calls
 
 
 class AnnotateActiveArgsConfig(TransformConfig):
@@ -68,7 +68,5 @@ class AnnotateActiveArgs(BaseTransform):
             annotate(gm)
             self._log_debug(f"{type(gm).__name__}: {', '.join(gm.meta[META_KEY])}")
         for gm in dict.fromkeys((*orchestrators, *orchestrator_graphs(mod).values())):
-            for node in gm.graph.nodes:
-                if node.op == "call_module":
-                    annotate_call(gm, node)
+            annotate_calls(gm)
         return mod, TransformInfo(skipped=False, num_matches=len(consumers), is_clean=True, has_valid_shapes=True)
