@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 HOST_SUFFIX = "_host"
@@ -50,54 +48,14 @@ def record_mirrors(info: Any) -> Iterator[list[Transfer]]:
         >>> transfers
         [Transfer(names=('cu_seqlen_host',), nbytes=12, waited=True, trigger='switch_to_generate_')]
     """
-    info = getattr(info, "info", info)
-    buffer = info._input_buffer
+    from auto_deploy_ext.host_mirrors import observers
+
     transfers: list[Transfer] = []
-    if not hasattr(buffer, "transfer_observers"):
-        with _record_whole_copies(info, buffer, transfers):
-            yield transfers
-        return
     observer = transfers.append
-    buffer.transfer_observers.append(observer)
+    observers(info).append(observer)
     try:
         yield transfers
     finally:
         # By identity: two open recorders whose lists are equal have equal bound methods.
-        observers = buffer.transfer_observers
-        del observers[next(i for i, known in enumerate(observers) if known is observer)]
-
-
-@contextmanager
-def _record_whole_copies(info: Any, buffer: Any, transfers: list[Transfer]) -> Iterator[None]:
-    """Record on a host whose buffer reports nothing: its one copy, of everything, is wrapped on the instance."""
-    original = buffer.copy_to_host
-
-    def copy_to_host(non_blocking: bool = False) -> Any:
-        result = original(non_blocking=non_blocking)
-        names: Sequence[str] = sorted(buffer.tensor_names)
-        nbytes = sum(view.numel() * view.element_size() for view in (_moved_view(buffer, name) for name in names))
-        trigger = _calling_method(sys._getframe(1), info)
-        transfers.append(Transfer(tuple(n + HOST_SUFFIX for n in names), nbytes, not non_blocking, trigger))
-        return result
-
-    buffer.copy_to_host = copy_to_host
-    try:
-        yield
-    finally:
-        del buffer.copy_to_host
-
-
-def _moved_view(buffer: Any, name: str) -> Any:
-    """Return the view of a buffer that a whole copy moves: current length if truncatable, else the capacity."""
-    truncatable = name.startswith("cache_loc")
-    return buffer.get_host_view(name, truncate=truncatable)
-
-
-def _calling_method(frame: FrameType | None, info: Any) -> str:
-    """Return the innermost public method of ``info`` on the stack, ``""`` when there is none."""
-    while frame is not None:
-        name = frame.f_code.co_name
-        if frame.f_locals.get("self") is info and not name.startswith("_"):
-            return name
-        frame = frame.f_back
-    return ""
+        known = observers(info)
+        del known[next(i for i, other in enumerate(known) if other is observer)]

@@ -91,7 +91,7 @@ def analyse(graphs: Mapping[str, GraphModule], cm: Any, options: ScopeOptions) -
 def host_traits(cm: Any) -> HostTraits:
     """How the mutations of an interface mirror, in the rewritten graphs (see `host_mirrors.mutate`)."""
     info = cm.info if hasattr(cm, "info") else cm
-    by_override = host_mirrors.is_tracked(info) and host_mirrors.takes_override(type(info), "switch_to_generate_")
+    by_override = host_mirrors.is_tracked(info) and host_mirrors.takes_override(info, "switch_to_generate_")
     return HostTraits(narrowed_moves_whole=by_override, twins_trigger=not by_override)
 
 

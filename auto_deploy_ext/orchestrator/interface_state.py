@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from auto_deploy_ext.host_mirrors import tracked_state
+
 
 @contextlib.contextmanager
 def preserved(interface: Any) -> Iterator[None]:
@@ -19,7 +21,7 @@ def preserved(interface: Any) -> Iterator[None]:
         interface: a CachedSequenceInterface of any host.
     """
     info = interface.info
-    owned = [info, info._input_buffer, info.batch_info]
+    owned = [info, info._input_buffer, info.batch_info, *tracked_state(info)]
     passive = [interface, *(v for v in vars(interface).values() if _is_plain_object(v) and not _among(v, owned))]
     attributes = [(obj, _copy_containers(vars(obj))) for obj in (*owned, *passive) if hasattr(obj, "__dict__")]
     tensors = [(t, t.clone()) for t in _tensors_of(owned)]

@@ -17,11 +17,21 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import has_side_effect
 
+from auto_deploy_ext import host_mirrors, replay
+
 Override = tuple[str, ...] | None
 
 
 @has_side_effect
-def mutate(info: Any, name: str, *operands: Any, active_args: Override = None, **kwargs: Any) -> Any:
+def mutate(
+    info: Any,
+    name: str,
+    *operands: Any,
+    active_args: Override = None,
+    replays: tuple[str, ...] = (),
+    host_operand: Any = None,
+    **kwargs: Any,
+) -> Any:
     """Call the metadata mutation `name` of `info` (a SequenceInfo).
 
     Args:
@@ -29,12 +39,68 @@ def mutate(info: Any, name: str, *operands: Any, active_args: Override = None, *
         name: a registered mutation, for example `switch_to_generate_`.
         operands: the mutation's own arguments.
         active_args: None leaves the mutation un-narrowed; a sorted tuple of `_host` names narrows what it mirrors to
-            those (an empty tuple: nothing), through the host's `active_args_override`.
+            those (an empty tuple: nothing); see `host_mirrors.mutate`.
+        replays: sorted names of the buffers whose mirrors then get their new values by the same arithmetic on the
+            host, without a copy; their old values, as far as they count, are fresh.
+        host_operand: what that arithmetic takes for the mutation's operand: the ticket of `snapshot_operand`, an int
+            that all its elements are known to be, or None where there is no operand.
         kwargs: the mutation's own keyword arguments.
     """
-    if active_args is None:
-        return getattr(info, name)(*operands, **kwargs)
-    return getattr(info, name)(*operands, active_args_override=set(active_args), **kwargs)
+    result = host_mirrors.mutate(info, name, *operands, active_args=active_args, **kwargs)
+    if replays:
+        if isinstance(host_operand, int):
+            value = host_operand
+            replay.replay(info, name, replays, lambda: replay.known_operand(info, (*operands, *kwargs.values()), value))
+        else:
+            replay.replay(info, name, replays, lambda: host_operand.wait())
+    return result
+
+
+@has_side_effect
+def start_mirrors(info: Any, names: tuple[str, ...], trigger: str, unless_fresh: tuple[str, ...] = ()) -> Any:
+    """Start bringing mirrors up to date, in one packed transfer at their current lengths, without waiting.
+
+    Args:
+        info: a CachedSequenceInterface or a SequenceInfo.
+        names: sorted `_host` names.
+        trigger: the call that wrote the last of their buffers.
+        unless_fresh: those of them that may be fresh already, because what writes them may have done nothing; they
+            travel only if their version says that they are stale.
+
+    Returns:
+        A ticket for `wait_mirrors`; None when nothing travels.
+    """
+    if unless_fresh:
+        stale = {f"{name}_host" for name in host_mirrors.stale_names(info)}
+        names = tuple(name for name in names if name not in unless_fresh or name in stale)
+    return host_mirrors.start(info, names, trigger) if names else None
+
+
+@has_side_effect
+def wait_mirrors(info: Any, ticket: Any) -> None:
+    """Wait for a transfer of `start_mirrors` and write it into the mirrors; those that are newer by then stay.
+
+    Args:
+        info: a CachedSequenceInterface or a SequenceInfo.
+        ticket: what `start_mirrors` returned.
+    """
+    if ticket is not None:
+        ticket.wait()
+
+
+@has_side_effect
+def snapshot_operand(info: Any, operand: torch.Tensor, mutation: str) -> Any:
+    """Start bringing a mutation's operand, as it is now, to the host, on a side stream; see `replay.snapshot`.
+
+    Args:
+        info: a CachedSequenceInterface or a SequenceInfo.
+        operand: the device tensor that the mutation will be given, `[n]` integers.
+        mutation: its name, which the transfer carries.
+
+    Returns:
+        A ticket for `mutate(..., host_operand=ticket)`.
+    """
+    return replay.snapshot(info, operand, mutation)
 
 
 @has_side_effect
