@@ -112,11 +112,17 @@ def test_prompts_and_length_of_the_command_line_replace_those_of_the_config(tmp_
 def test_run_says_so_when_tokens_differ(tmp_path, small_config, capsys):
     @TransformRegistry.register("shift_verified_tokens")
     class ShiftVerifiedTokens(BaseTransform):
-        """Breaks verification: the wrapper takes the token after the best one, greedy decoding does not."""
+        """Breaks verification: the wrapper answers with the tokens after the right ones, greedy decoding does not."""
 
         def _apply_to_full_model(self, mod: nn.Module, cm, factory, shared_config):
-            sample = mod.sample
-            mod.sample = lambda logits: (sample(logits) + 1) % 256
+            forward_inference = mod.forward_inference
+
+            def shifted(csi):
+                output = forward_inference(csi)
+                output.new_tokens = (output.new_tokens + 1) % 256
+                return output
+
+            mod.forward_inference = shifted
             return mod, TransformInfo(skipped=False, num_matches=1)
 
     config = small_config("transforms: {shift_verified_tokens: {stage: compile, run_per_gm: false}}\n")
