@@ -1,0 +1,3 @@
+"""DOUBLE of AutoDeploy: which release it stands for; rewritten when the double is planted."""
+
+AGE = "current"

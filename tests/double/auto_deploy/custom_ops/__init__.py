@@ -1,0 +1,1 @@
+"""DOUBLE of AutoDeploy, for tests: see tests/double/tree.py."""
