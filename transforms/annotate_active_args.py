@@ -15,7 +15,7 @@ from auto_deploy_ext.binding import (
     Stages,
     TransformConfig,
     TransformInfo,
-    TransformRegistry,
+    register_transform,
 )
 from auto_deploy_ext.interface_nodes import is_orchestrator_graph
 from auto_deploy_ext.orchestrator import orchestrator_graphs
@@ -35,7 +35,7 @@ class AnnotateActiveArgsConfig(TransformConfig):
     run_graph_cleanup: bool = Field(default=False, description="Only `meta` changes.")
 
 
-@TransformRegistry.register("annotate_active_args")
+@register_transform("annotate_active_args")
 class AnnotateActiveArgs(BaseTransform):
     """Annotates consumers.
 

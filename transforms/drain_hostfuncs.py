@@ -17,7 +17,7 @@ from auto_deploy_ext.binding import (
     Stages,
     TransformConfig,
     TransformInfo,
-    TransformRegistry,
+    register_transform,
 )
 from auto_deploy_ext.hostfuncs.drains import (
     DrainPlan,
@@ -65,7 +65,7 @@ class DrainHostfuncsConfig(TransformConfig):
     )
 
 
-@TransformRegistry.register("drain_hostfuncs")
+@register_transform("drain_hostfuncs")
 class DrainHostfuncs(BaseTransform):
     """Puts drains before encoders.
 

@@ -13,7 +13,7 @@ from auto_deploy_ext.binding import (
     Stages,
     TransformConfig,
     TransformInfo,
-    TransformRegistry,
+    register_transform,
 )
 from auto_deploy_ext.mirror_plan import MirrorPlan
 from auto_deploy_ext.scoping import ScopeOptions, scope_module
@@ -83,7 +83,7 @@ class ScopeHostMirrorsConfig(TransformConfig):
         )
 
 
-@TransformRegistry.register("scope_host_mirrors")
+@register_transform("scope_host_mirrors")
 class ScopeHostMirrors(BaseTransform):
     """Narrows an orchestrator's mutations.
 

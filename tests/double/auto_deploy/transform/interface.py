@@ -177,6 +177,8 @@ class TransformRegistry:
     @classmethod
     def register(cls, name: str) -> Any:
         def inner(transform: type[BaseTransform]) -> type[BaseTransform]:
+            if AGE != "current" and name in cls._registry:
+                raise KeyError(f"{name} is registered")
             cls._registry[name] = transform
             transform._key = name
             return transform
