@@ -31,10 +31,12 @@ if TYPE_CHECKING:
     from .mirror_plan import MirrorPlan, plan
     from .mirrors import record_mirrors
     from .orchestrator import UntraceableError, orchestrator_graphs, trace_orchestrator
+    from .sanitizer import StaleHostMirrorError, sanitize
 
 #: public name -> the submodule that defines it; imported when first used.
 _LAZY = {
     "MirrorPlan": "mirror_plan",
+    "StaleHostMirrorError": "sanitizer",
     "UntraceableError": "orchestrator",
     "drain_hostfuncs": "hostfuncs",
     "hostfunc": "hostfuncs",
@@ -44,6 +46,7 @@ _LAZY = {
     "record_mirrors": "mirrors",
     "register_host_reader": "effects",
     "register_mutation": "effects",
+    "sanitize": "sanitizer",
     "trace_orchestrator": "orchestrator",
 }
 
@@ -55,6 +58,7 @@ __all__ = [
     "SequenceInfo",
     "SharedConfig",
     "Stages",
+    "StaleHostMirrorError",
     "TransformConfig",
     "TransformInfo",
     "TransformRegistry",
@@ -68,6 +72,7 @@ __all__ = [
     "record_mirrors",
     "register_host_reader",
     "register_mutation",
+    "sanitize",
     "trace_orchestrator",
 ]
 
