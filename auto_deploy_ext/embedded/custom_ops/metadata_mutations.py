@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from . import metadata_arithmetic as arithmetic
+from ... import metadata_arithmetic as arithmetic
 from .batch_info import BatchInfo
 from .input_buffer import InputBuffer, unknown_name_message
 

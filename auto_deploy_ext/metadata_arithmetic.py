@@ -32,6 +32,26 @@ class PageTable(NamedTuple):
     last_page_len: torch.Tensor
 
 
+def last_tokens(input_ids: torch.Tensor, cu_seqlen: torch.Tensor) -> torch.Tensor:
+    """Return ``[n]``: each sequence's last token.
+
+    Args:
+        input_ids: ``[>= t]``.
+        cu_seqlen: ``[n + 1]`` int32, where each sequence begins among the tokens.
+    """
+    return input_ids.index_select(0, (cu_seqlen[1:] - 1).clamp(0, input_ids.shape[0] - 1))
+
+
+def last_positions(input_pos: torch.Tensor, seq_len: torch.Tensor) -> torch.Tensor:
+    """Return ``[n]``: the position of each sequence's last token, from its cached and its new tokens."""
+    return input_pos + seq_len - 1
+
+
+def single_token_boundaries(num_sequences: int, device: torch.device | None = None) -> torch.Tensor:
+    """Return ``[n + 1]`` int32: ``cu_seqlen`` of sequences of one token."""
+    return torch.arange(num_sequences + 1, dtype=torch.int32, device=device)
+
+
 def generate_batch(
     input_ids: torch.Tensor, input_pos: torch.Tensor, cu_seqlen: torch.Tensor, seq_len: torch.Tensor
 ) -> GenerateBatch:
@@ -46,12 +66,11 @@ def generate_batch(
     Returns:
         New tensors of the arguments' dtypes; ``position_ids`` is ``[n]`` int64, ``use_initial_states`` ``[n]`` bool.
     """
-    last_token = (cu_seqlen[1:] - 1).clamp(0, input_ids.shape[0] - 1)
-    new_input_pos = input_pos + seq_len - 1
+    new_input_pos = last_positions(input_pos, seq_len)
     return GenerateBatch(
-        input_ids=input_ids.index_select(0, last_token),
+        input_ids=last_tokens(input_ids, cu_seqlen),
         input_pos=new_input_pos,
-        cu_seqlen=torch.arange(cu_seqlen.shape[0], dtype=cu_seqlen.dtype, device=cu_seqlen.device),
+        cu_seqlen=single_token_boundaries(seq_len.shape[0], cu_seqlen.device),
         seq_len=torch.ones_like(seq_len),
         position_ids=new_input_pos.to(torch.int64),
         use_initial_states=new_input_pos > 0,
@@ -78,6 +97,32 @@ def offset_per_token(offset: torch.Tensor, cu_seqlen: torch.Tensor, num_tokens: 
     if num_tokens == offset.shape[0]:
         return offset
     return offset.index_select(0, sequence_of_token(cu_seqlen, num_tokens))
+
+
+def offset_page_ends(
+    last_page_len: torch.Tensor, offset: torch.Tensor, tokens_per_block: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Move the end of each sequence within its last page, or into the next or the previous one.
+
+    Args:
+        last_page_len: ``[n]`` int32, each in ``1..tokens_per_block``.
+        offset: ``[n]`` integer, each in ``-tokens_per_block..tokens_per_block``.
+        tokens_per_block: tokens in a page.
+
+    Returns:
+        The new lengths ``[n]``, wrapped back into ``1..tokens_per_block``, and ``[n]`` int32 how many pages more each
+        sequence has: -1, 0 or 1.
+    """
+    moved = last_page_len + offset.to(last_page_len.dtype)
+    change = (moved > tokens_per_block).to(torch.int32) - (moved < 1).to(torch.int32)
+    return moved - change * tokens_per_block, change
+
+
+def offset_page_boundaries(cu_num_pages: torch.Tensor, change: torch.Tensor) -> torch.Tensor:
+    """Return ``cu_num_pages`` ``[n + 1]`` once each sequence has ``change`` ``[n]`` pages more."""
+    new_cu = torch.zeros_like(cu_num_pages)
+    new_cu[1:] = torch.cumsum(cu_num_pages[1:] - cu_num_pages[:-1] + change, dim=0)
+    return new_cu
 
 
 def offset_page_table(
@@ -107,12 +152,9 @@ def offset_page_table(
         New tensors of the arguments' shapes. ``cache_loc`` beyond the new ``cu_num_pages[-1]`` is unspecified.
     """
     num_slots, num_sequences = cache_loc.shape[0], last_page_len.shape[0]
-    moved = last_page_len + offset.to(last_page_len.dtype)
-    change = (moved > tokens_per_block).to(torch.int32) - (moved < 1).to(torch.int32)
-
+    new_last, change = offset_page_ends(last_page_len, offset, tokens_per_block)
+    new_cu = offset_page_boundaries(cu_num_pages, change)
     first_page, num_pages = cu_num_pages[:-1], cu_num_pages[1:] - cu_num_pages[:-1]
-    new_cu = torch.zeros_like(cu_num_pages)
-    new_cu[1:] = torch.cumsum(num_pages + change, dim=0)
 
     slots = torch.arange(num_slots, dtype=cu_num_pages.dtype, device=cu_num_pages.device)
     owner = torch.searchsorted(new_cu[1:].contiguous(), slots, right=True).clamp(max=num_sequences - 1)
@@ -120,7 +162,7 @@ def offset_page_table(
     kept = index_in_sequence < num_pages.index_select(0, owner)
     source = (first_page.index_select(0, owner) + index_in_sequence).clamp(0, max(num_slots - 1, 0))
     new_loc = torch.where(kept, cache_loc.index_select(0, source), extra_page_per_seq.index_select(0, owner))
-    return PageTable(new_loc, new_cu, moved - change * tokens_per_block)
+    return PageTable(new_loc, new_cu, new_last)
 
 
 def overlap_offset(
