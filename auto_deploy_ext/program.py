@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -34,6 +35,10 @@ GENERATE_ONLY_KEY = "generate_only"
 
 #: `node.meta` key: the override of this mutation was derived here and may be derived anew.
 SCOPED_KEY = "scoped"
+
+
+class UnknownBufferError(ValueError):
+    """A mutation, as registered, writes a buffer that the interface does not have."""
 
 
 class UnknownEffectError(RuntimeError):
@@ -102,7 +107,9 @@ class _Scope:
     objects: dict[Node, _Object]
     views: dict[Node, _Views]
     anchor: _Anchor | None
+    modules: dict[str, Any] = field(default_factory=dict)
     exact: set[Node] = field(default_factory=set)
+    batch_tensors: set[Node] = field(default_factory=set)
     events: list[Event] = field(default_factory=list)
     interface: Node | None = None
     returned: _Views = _NO_VIEWS
@@ -118,6 +125,7 @@ class _Collector:
         self._generating = generating
         self._effects: dict[int, aliasing.ModuleEffects | None] = {}
         self._consumer_reads: dict[int, int | None] = {}
+        self._written: dict[int, int] = {}
 
     # -- graphs --------------------------------------------------------------------------------------------------
 
@@ -149,13 +157,15 @@ class _Collector:
                 continue
             inputs = node.all_input_nodes
             if node.op == "call_module":
-                self._module_call(scope, node)
-            elif any(n in objects for n in inputs):
+                self._module_call(scope, node, inputs)
+            elif not objects.keys().isdisjoint(inputs):
                 self._interface_node(scope, node)
             elif self._is_branch(node):
                 self._branch(scope, node)
-            elif views and any(n in views for n in inputs):
+            elif not views.keys().isdisjoint(inputs):
                 self._tensor_node(scope, node)
+            elif not scope.batch_tensors.isdisjoint(inputs):
+                self._batch_tensor_node(scope, node)
         return scope
 
     def _add(self, scope: _Scope, kind: Kind, node: Node, label: str, **fields: Any) -> Event:
@@ -218,10 +228,19 @@ class _Collector:
         if mirrors and whole:
             self._add(scope, Kind.HOST_WRITE, node, _call_label(node), kills=mirrors, freshens=mirrors)
 
+    def _batch_tensor_node(self, scope: _Scope, node: Node) -> None:
+        """A node that works on batch_info's own tensor: writing it may change whether the batch is generate-only."""
+        if not scope.batch_tensors.isdisjoint(aliasing.written_inputs(node)):
+            self._generating = None
+        elif aliasing.result_may_alias(node):
+            scope.batch_tensors.add(node)
+
     def _view_of(self, scope: _Scope, node: Node, name: Any) -> None:
         """Note that a node is the interface's argument `name`."""
         if not isinstance(name, str):
             scope.views[node] = _ALL_VIEWS
+        elif name == "batch_info_host":
+            scope.batch_tensors.add(node)
         elif self._is_buffer(buffer_of(name)) and (is_mirror(name) or name == buffer_of(name)):
             bit = self._table.bit(buffer_of(name))
             scope.views[node] = (0, bit) if is_mirror(name) else (bit, 0)
@@ -324,6 +343,8 @@ class _Collector:
             self._expose(node)
             if name in BATCH_KIND_METHODS:
                 self._generating = None
+            elif name == "serialize":
+                scope.batch_tensors.add(node)
         elif kind is _Object.NAMED_ARGS:
             self._view_of(scope, node, args[0] if name == "get" and args else None)
         elif kind is _Object.BUFFER:
@@ -395,12 +416,10 @@ class _Collector:
         if spec.restages:
             self._restage(scope, node, spec, kwargs)
             return
-        available = self._setting.buffers or ()
-        names = spec.written(self._setting.info, args, kwargs, available)
-        if names is None:
+        bits = self._written_bits(spec, args, kwargs)
+        if bits is None:
             self._unknown(scope, node, spec.name, f"which buffers {spec.name}() writes depends on its arguments")
             return
-        bits = self._table.bits(names)
         if spec.name == "copy_" and self._copies_to_host(args, kwargs):
             self._add(scope, Kind.HOST_WRITE, node, spec.name, kills=bits, freshens=bits)
             return
@@ -420,6 +439,28 @@ class _Collector:
         )
         if spec.generates is not False:
             self._generating = spec.generates
+
+    def _written_bits(self, spec: MutationSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+        """The buffers that a call writes; None when its arguments do not tell.
+
+        Raises:
+            UnknownBufferError: the mutation was registered to write something that the interface does not have.
+        """
+        known = self._written.get(id(spec))
+        if known is not None:
+            return known
+        names = spec.written(self._setting.info, args, kwargs, self._setting.buffers or ())
+        if names is None:
+            return None
+        for name in names:
+            if not self._is_buffer(name):
+                close = difflib.get_close_matches(name, self._setting.buffers or (), n=1)
+                hint = f"; did you mean {close[0]!r}?" if close else ""
+                raise UnknownBufferError(f"{spec.name} writes {name!r}, which is no buffer of the interface{hint}")
+        bits = self._table.bits(names)
+        if not callable(spec.writes):
+            self._written[id(spec)] = bits
+        return bits
 
     def _status(self, spec: MutationSpec, node: Node) -> Literal["effective", "noop", "maybe"]:
         if not spec.may_be_noop:
@@ -447,8 +488,7 @@ class _Collector:
             self._inner_mutation(scope, node, MUTATIONS["offset_with_new_lens_"])
 
     def _inner_mutation(self, scope: _Scope, node: Node, spec: MutationSpec) -> None:
-        names = spec.written(self._setting.info, (), {}, self._setting.buffers or ()) or ()
-        bits = self._table.bits(names)
+        bits = self._written_bits(spec, (), {}) or 0
         self._add(scope, Kind.MUTATION, node, spec.name, writes=bits, spec=spec, status="maybe")
 
     def _expose(self, node: Node) -> None:
@@ -457,10 +497,12 @@ class _Collector:
 
     # -- modules and branches ------------------------------------------------------------------------------------
 
-    def _module_call(self, scope: _Scope, node: Node) -> None:
-        module = submodule_at(scope.gm, str(node.target))
+    def _module_call(self, scope: _Scope, node: Node, inputs: list[Node]) -> None:
         label = str(node.target)
-        if any(n in scope.objects for n in node.all_input_nodes):
+        if label not in scope.modules:
+            scope.modules[label] = submodule_at(scope.gm, label)
+        module = scope.modules[label]
+        if not scope.objects.keys().isdisjoint(inputs):
             if isinstance(module, GraphModule):
                 self._inline(scope, node, module, label)
             else:
@@ -501,6 +543,8 @@ class _Collector:
             self._effects[id(graph)] = aliasing.module_effects(graph)
         effects = self._effects[id(graph)]
         assert effects is not None
+        if not (effects.written or effects.returned):
+            return
         bound = {str(p.target): v for p, v in bind_arguments(graph.graph, node.args, node.kwargs).items()}
         arguments = {name: scope.views[v] for name, v in bound.items() if isinstance(v, Node) and v in scope.views}
         written = _both(v for name, v in arguments.items() if name in effects.written)[0]
