@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -17,12 +16,14 @@ from .example_batches import KINDS, set_batch
 from .finding import OrchestratorError, draft_length, find_interface_arg, find_orchestrator, is_orchestrator_graph
 from .graph_module import OrchestratorGraph
 from .interface_state import preserved
+from .rebound import ReboundForward, own_forward, rebound_of
 from .tracer import OrchestratorTracer
 
 __all__ = [
     "Dispatcher",
     "OrchestratorError",
     "OrchestratorGraph",
+    "ReboundForward",
     "UntraceableError",
     "bind_variants",
     "dispatcher_of",
@@ -32,16 +33,13 @@ __all__ = [
     "is_orchestrator_graph",
     "orchestrator_graphs",
     "original_forward",
+    "own_forward",
+    "rebound_of",
     "trace_orchestrator",
     "trace_variants",
 ]
 
 logger = logging.getLogger("auto_deploy_ext")
-
-
-def _own_forward(owner: nn.Module) -> Callable[..., Any]:
-    bound = owner.__dict__.get("forward")
-    return bound.original if isinstance(bound, Dispatcher) else owner.forward
 
 
 def trace_orchestrator(
@@ -76,7 +74,7 @@ def trace_orchestrator(
     owner = find_orchestrator(module, orchestrator)
     if isinstance(owner, GraphModule) and is_orchestrator_graph(owner):
         return owner
-    forward = _own_forward(owner)
+    forward = own_forward(owner)
     parameter = find_interface_arg(forward, interface_arg)
     proxied: frozenset[str] = frozenset()
     while True:
@@ -117,7 +115,7 @@ def trace_variants(
     """
     owner = find_orchestrator(module, orchestrator)
     length = draft_length(owner, cm, max_draft_len)
-    find_interface_arg(_own_forward(owner), interface_arg)
+    find_interface_arg(own_forward(owner), interface_arg)
     variants: dict[str, OrchestratorGraph] = {}
     left_out: list[str] = []
     for kind in KINDS:

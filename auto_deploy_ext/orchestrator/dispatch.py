@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -11,10 +10,13 @@ from typing import Any
 
 from torch import nn
 
+from auto_deploy_ext.consumer_check import check_graph
+
 from .errors import UntraceableError
 from .finding import is_orchestrator_graph
 from .graph_module import OrchestratorGraph, graph_module_from_state, graph_to_state
 from .guards import Guards
+from .rebound import ReboundForward, rebound_of, unbound_original
 
 logger = logging.getLogger("auto_deploy_ext")
 
@@ -32,7 +34,7 @@ class _VariantState:
     meta: dict[str, Any]
 
 
-class Dispatcher:
+class Dispatcher(ReboundForward):
     """Stands as a wrapper's `forward`.
 
     Args:
@@ -53,31 +55,13 @@ class Dispatcher:
         max_variants: int = 8,
         original: Callable[..., Any] | None = None,
     ) -> None:
-        self.owner = owner
-        self.parameter = parameter
+        super().__init__(owner, parameter, original)
         self.recipe = recipe
         self.max_variants = max_variants
-        self.bypassed = False
-        self._original = original
         self._states: list[_VariantState] = []
         self._variants: list[OrchestratorGraph] | None = list(variants.values())
         self._last = 0
         self._refused: set[str] = set()
-        self._index_parameters()
-
-    def _index_parameters(self) -> None:
-        parameters = inspect.signature(type(self.owner).forward).parameters
-        positional = [n for n, p in parameters.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][1:]
-        self._position = positional.index(self.parameter) if self.parameter in positional else None
-
-    @property
-    def original(self) -> Callable[..., Any]:
-        """The wrapper's own forward, bound."""
-        return self._original or type(self.owner).forward.__get__(self.owner)
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self.original)
 
     @property
     def variants(self) -> list[OrchestratorGraph]:
@@ -95,6 +79,7 @@ class Dispatcher:
             return self.original(*args, **kwargs)
         variant = self.select(interface)
         if variant is not None:
+            check_graph(variant, self.owner)
             return variant(interface)
         self._learn(interface)
         return self.original(*args, **kwargs)
@@ -137,33 +122,7 @@ class Dispatcher:
         states = self._states
         if self._variants is not None:
             states = [_VariantState(g.variant, graph_to_state(g.graph), g.guards, dict(g.meta)) for g in self._variants]
-        return {
-            "parameter": self.parameter,
-            "recipe": self.recipe,
-            "max_variants": self.max_variants,
-            "bypassed": self.bypassed,
-            "_position": self._position,
-            "_states": states,
-            "_variants": None,
-            "_last": self._last,
-            "_refused": set(self._refused),
-        }
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Dispatcher:
-        """Copy for the wrapper's copy; graphs are rebuilt on first use, because that copy is not complete yet."""
-        owner = memo.get(id(self.owner), self.owner)
-        return _rebuild(owner, self._state(), getattr(self._original, "__func__", self._original))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self.owner, self._state(), getattr(self._original, "__func__", self._original))
-
-
-def _rebuild(owner: nn.Module, state: dict[str, Any], original: Any) -> Dispatcher:
-    dispatcher = Dispatcher.__new__(Dispatcher)
-    dispatcher.__dict__.update(state)
-    dispatcher.owner = owner
-    dispatcher._original = original.__get__(owner) if inspect.isfunction(original) else original
-    return dispatcher
+        return {**super()._state(), "_states": states, "_variants": None, "_refused": set(self._refused)}
 
 
 def dispatcher_of(module: nn.Module) -> Dispatcher | None:
@@ -191,9 +150,7 @@ def bind_variants(
         recipe: see `Dispatcher`.
         max_variants: see `Dispatcher`.
     """
-    bound = owner.__dict__.get("forward")
-    original = bound._original if isinstance(bound, Dispatcher) else bound
-    dispatcher = Dispatcher(owner, parameter, variants, recipe, max_variants, original)
+    dispatcher = Dispatcher(owner, parameter, variants, recipe, max_variants, unbound_original(owner))
     owner.forward = dispatcher
     return dispatcher
 
@@ -212,12 +169,12 @@ def orchestrator_graphs(module: nn.Module) -> dict[str, Any]:
 @contextlib.contextmanager
 def original_forward(module: nn.Module) -> Iterator[None]:
     """While active, the wrapper runs its own forward, as if no pass had run; mirrors are then full."""
-    dispatcher = dispatcher_of(module)
-    if dispatcher is None:
+    bound = rebound_of(module)
+    if bound is None:
         yield
         return
-    before, dispatcher.bypassed = dispatcher.bypassed, True
+    before, bound.bypassed = bound.bypassed, True
     try:
         yield
     finally:
-        dispatcher.bypassed = before
+        bound.bypassed = before
