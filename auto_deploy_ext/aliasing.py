@@ -76,10 +76,17 @@ def result_may_alias(node: Node) -> bool:
     return _aten_result_aliases(name) is not False
 
 
+def is_known(node: Node) -> bool:
+    """Whether a call_function or call_method node is of an operator that torch knows, so that schemas tell the rest."""
+    if isinstance(node.target, torch._ops.OpOverload) or node.target in (getattr, operator.getitem):
+        return True
+    return _aten_result_aliases(_function_name(node)) is not None
+
+
 def is_view(node: Node) -> bool:
     """Whether a node is known to give a view, without reading an element."""
     if node.op == "call_function" and node.target is operator.getitem:
-        return not any(True for _ in _nodes(node.args[1]))
+        return not any(True for _ in nodes_in(node.args[1]))
     if node.op == "call_function" and node.target is getattr:
         return True
     if isinstance(node.target, torch._ops.OpOverload):
@@ -102,7 +109,7 @@ def written_inputs(node: Node) -> tuple[Node, ...]:
         values = _written_by_function(node)
     else:
         values = []
-    return tuple(found for value in values for found in _nodes(value))
+    return tuple(found for value in values for found in nodes_in(value))
 
 
 def _written_by_function(node: Node) -> list[Any]:
@@ -128,15 +135,16 @@ def overwrites(node: Node) -> bool:
     return node.op == "call_method" and node.target in _OVERWRITES
 
 
-def _nodes(value: Any) -> list[Node]:
+def nodes_in(value: Any) -> list[Node]:
+    """The nodes among an argument, those in containers and slices included."""
     if isinstance(value, Node):
         return [value]
     if isinstance(value, (list, tuple)):
-        return [node for item in value for node in _nodes(item)]
+        return [node for item in value for node in nodes_in(item)]
     if isinstance(value, dict):
-        return [node for item in value.values() for node in _nodes(item)]
+        return [node for item in value.values() for node in nodes_in(item)]
     if isinstance(value, slice):
-        return [node for item in (value.start, value.stop, value.step) for node in _nodes(item)]
+        return [node for item in (value.start, value.stop, value.step) for node in nodes_in(item)]
     return []
 
 

@@ -386,6 +386,9 @@ _BUILT_IN = (
 
 MUTATIONS.update((spec.name, spec) for spec in _BUILT_IN)
 
+#: the calls that the hosts have themselves.
+BUILT_IN_MUTATIONS = frozenset(MUTATIONS)
+
 register_host_reader("run_host_prepare_for_attention_forward", _host_prepare_args)
 register_host_reader("get_arg", _got_name)
 register_host_reader("unnest_sequences", ("seq_len_host",))

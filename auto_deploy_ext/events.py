@@ -82,6 +82,7 @@ class Setting:
         info: the SequenceInfo, or None where a graph is analysed without one.
         buffers: names of all buffers; None: unknown, every name is taken for a buffer.
         active: `_host` names that the interface has activated; an override may name these.
+        can_replay: whether the host may compute mirrors: they are memory of their own, with versions.
         watched: `active` and the `_host` names among the registered host-prepare functions' arguments.
         checks_entry: whether a mirror that is stale at entry can be told; with an interface it can.
         on_unknown: what a call of unknown effect means.
@@ -93,6 +94,7 @@ class Setting:
     active: frozenset[str] = frozenset()
     watched: frozenset[str] = frozenset()
     checks_entry: bool = False
+    can_replay: bool = False
     on_unknown: Literal["full", "error"] = "full"
     device_type: str | None = None
 
@@ -109,9 +111,23 @@ class Setting:
             active=active,
             watched=active | prepared,
             checks_entry=True,
+            can_replay=hasattr(buffer, "mark_mirror"),
             on_unknown=on_unknown,
             device_type=torch.device(info.device).type,
         )
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """One execution of a nested graph.
+
+    Attributes:
+        node: the node that runs it.
+        outer: how the graph of that node was entered.
+    """
+
+    node: Node
+    outer: Entry | None
 
 
 @dataclass(eq=False, slots=True)
@@ -133,10 +149,12 @@ class Event:
         status: whether a mutation does something: "effective", "noop" or "maybe".
         given: the hand-written override of a mutation as names; None when it has none.
         dynamic: whether a hand-written override is computed at run time, so that nothing is known of it.
-        scoped: whether `given` is what an earlier run of the pass wrote there, rather than a person.
-        at_entry: whether a refresh only moves what is stale by its version.
-        interface: a node for the interface in the same graph, to which nodes can be given.
-        anchor: the node before which such nodes go.
+        entry: how the graph that the node is in was entered, None for the root graph.
+        interface: a node for the interface to which nodes can be given.
+        anchor: the node before which such nodes go, in the same graph as `interface`.
+        anchor_entry: how that graph was entered.
+        operand: a mutation's device operand, a node or a constant; None: it has none.
+        operand_shared: whether that operand may be memory of the interface.
         reason: why the effect is unknown.
         branches: the alternatives of a branch.
         order: position in program order.
@@ -154,13 +172,24 @@ class Event:
     status: Literal["effective", "noop", "maybe"] = "effective"
     given: tuple[str, ...] | None = None
     dynamic: bool = False
-    scoped: bool = False
-    at_entry: bool = False
+    entry: Entry | None = None
     interface: Node | None = None
     anchor: Node | None = None
+    anchor_entry: Entry | None = None
+    operand: Any = None
+    operand_shared: bool = False
     reason: str = ""
     branches: tuple[list[Event], ...] = ()
     order: int = -1
+
+    def node_in(self, entry: Entry | None) -> Node | None:
+        """The node that stands for the event in the graph that was so entered; None: it happens outside of it."""
+        node, own = self.node, self.entry
+        while own is not entry:
+            if own is None:
+                return None
+            node, own = own.node, own.outer
+        return node
 
     @property
     def name(self) -> str:
@@ -178,6 +207,7 @@ class Program:
         table: the bits of the buffers.
         setting: what was known of the interface.
         owners: the graph module of each orchestrator graph walked, the root's included.
+        interface: the node that stands for the interface in the root graph, None without one.
         exposed: call_method and call_function nodes with effects that FX would delete as dead code.
         flat: every event in program order, those of each branch one alternative after the other.
     """
@@ -187,6 +217,7 @@ class Program:
     table: NameTable
     setting: Setting
     owners: dict[Graph, GraphModule] = field(default_factory=dict)
+    interface: Node | None = None
     exposed: list[Node] = field(default_factory=list)
     flat: list[Event] = field(default_factory=list)
 

@@ -9,7 +9,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from auto_deploy_ext.effects import HOST_READERS, MUTATIONS
 from auto_deploy_ext.orchestrator import ops
-from auto_deploy_ext.refresh import bring_up_to_date, ensure_fresh
+from auto_deploy_ext.refresh import is_placed
 
 #: names by which a parameter is taken for the interface.
 INTERFACE_NAMES = ("cache_seq_interface", "csi", "cm")
@@ -76,7 +76,7 @@ def _receiver_of_interface_call(node: Node) -> Any:
     receiver = args[0]
     if node.target is ops.mutate:
         return receiver
-    if node.target in (bring_up_to_date, ensure_fresh):
+    if is_placed(node):
         return receiver
     if node.op == "call_method":
         name, operands = str(node.target), args[1:]

@@ -138,10 +138,13 @@ class _Flow:
     table: NameTable
     moved: Moved
     repair: bool
+    needed: Moved | None = None
     found: list[StaleRead] = field(default_factory=list)
 
 
-def stale_reads(program: Program, moved: Moved, live_out: int = 0, repair: bool = False) -> list[StaleRead]:
+def stale_reads(
+    program: Program, moved: Moved, live_out: int = 0, repair: bool = False, needed: Moved | None = None
+) -> list[StaleRead]:
     """Return, in program order, the consumers that read something stale.
 
     Args:
@@ -150,12 +153,13 @@ def stale_reads(program: Program, moved: Moved, live_out: int = 0, repair: bool 
         live_out: mirrors that are read after the forward.
         repair: whether a consumer's stale mirrors are brought up to date right before it, so that the next consumer
             finds them fresh; False lists every consumer that would read a stale mirror.
+        needed: mirrors that a mutation reads, because the host repeats it on them; None: no mutation reads any.
     """
-    flow = _Flow(program.table, moved, repair)
+    flow = _Flow(program.table, moved, repair, needed)
     state = _FlowState(entry=EVERYTHING if program.setting.checks_entry else 0)
     _forward(program.events, state, flow)
     if live_out:
-        _read(live_out_event(program, live_out), state, flow)
+        _read(live_out_event(program, live_out), live_out, state, flow)
     return flow.found
 
 
@@ -170,7 +174,9 @@ def _forward(events: list[Event], state: _FlowState, flow: _Flow) -> None:
             _join(event, state, flow)
             continue
         if event.reads:
-            _read(event, state, flow)
+            _read(event, event.reads, state, flow)
+        if flow.needed is not None and event.kind is Kind.MUTATION:
+            _read(event, flow.needed(event), state, flow)
         if event.writes:
             _note_writes(event, state, flow)
             moved = flow.moved(event) if event.kind is Kind.MUTATION else 0
@@ -179,15 +185,13 @@ def _forward(events: list[Event], state: _FlowState, flow: _Flow) -> None:
                 state.entry &= ~(event.kills | moved)
             else:
                 state.stale |= event.writes & ~moved
-        if event.freshens and event.at_entry:
-            state.entry &= ~event.freshens
-        elif event.freshens:
+        if event.freshens:
             state.stale &= ~event.freshens
             state.entry &= ~event.freshens
 
 
-def _read(event: Event, state: _FlowState, flow: _Flow) -> None:
-    reads = event.reads & flow.table.all
+def _read(event: Event, reads: int, state: _FlowState, flow: _Flow) -> None:
+    reads &= flow.table.all
     stale = reads & state.stale
     at_entry = reads & state.entry & ~stale
     if not (stale or at_entry):

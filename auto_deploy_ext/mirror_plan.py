@@ -12,9 +12,11 @@ from typing import Any
 from torch import nn
 from torch.fx import Node
 
+from auto_deploy_ext.effects import buffer_of, mirror_of
 from auto_deploy_ext.events import Event, Kind
 from auto_deploy_ext.liveness import StaleRead
-from auto_deploy_ext.strategies import Analysis, Edits, Insertion, Mirroring, describe_problems
+from auto_deploy_ext.operands import Known, Snapshot
+from auto_deploy_ext.strategies import Analysis, Edits, Insertion, Mirroring, Start, describe_problems
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,12 @@ class CallSite:
         writes: sorted names of the buffers that the call writes on the device.
         mirrored_before: sorted `_host` names that the call mirrors without the pass: the active ones among what it
             writes, narrowed by hand where it is. The host may move more, its whole buffer, for their sake.
-        mirrored_after: those that it moves with the pass.
+        mirrored_after: those that are brought up to date by copying because of this call, with the pass: under
+            `override` what its own transfer moves, else those of what it wrote that a later transfer takes along;
+            never those that the host computes.
         why: a sentence.
+        replayed: sorted `_host` names that the host computes at this call, without a copy of them.
+        operand: how the host gets to know the call's operand for that; empty when it needs none.
     """
 
     variant: str
@@ -47,6 +53,8 @@ class CallSite:
     mirrored_before: tuple[str, ...]
     mirrored_after: tuple[str, ...]
     why: str
+    replayed: tuple[str, ...] = ()
+    operand: str = ""
 
 
 @dataclass(frozen=True)
@@ -75,6 +83,8 @@ class ConsumerReads:
         reads: sorted `_host` names that it reads.
         stale: those that something has written on the device since they were staged, by their last write.
         checked: those that it reads as they were at entry, and that are refreshed if their version says so.
+        transfer: those that travel in a transfer of their own which ends right before it.
+        transfer_bytes: as many bytes as that moves at most: their buffers' capacities; 0 when nothing travels.
     """
 
     variant: str
@@ -83,6 +93,8 @@ class ConsumerReads:
     reads: tuple[str, ...]
     stale: tuple[Arrival, ...]
     checked: tuple[str, ...]
+    transfer: tuple[str, ...] = ()
+    transfer_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -145,19 +157,21 @@ class MirrorPlan:
 
         for variant in self.variants:
             table = Table(title=f"{variant} ({self.strategy}, {self.mode})", title_justify="left")
-            for heading in ("#", "call", "next consumer", "mirrored before", "mirrored after", "why"):
+            for heading in ("#", "call", "next consumer", "mirrored before", "mirrored after", "replayed", "why"):
                 table.add_column(heading)
             for site in self.call_sites:
                 if site.variant == variant:
                     before, after = _listed(site.mirrored_before), _listed(site.mirrored_after)
-                    table.add_row(str(site.index), site.call, site.consumer or "-", before, after, site.why)
+                    replayed = _listed(site.replayed)
+                    table.add_row(str(site.index), site.call, site.consumer or "-", before, after, replayed, site.why)
             yield table
 
     def _repr_html_(self) -> str:
         parts = []
         for variant in self.variants:
             rows = "".join(_html_row(site) for site in self.call_sites if site.variant == variant)
-            headings = "<th>#</th><th>call</th><th>next consumer</th><th>before</th><th>after</th><th>why</th>"
+            names = ("#", "call", "next consumer", "before", "after", "replayed", "why")
+            headings = "".join(f"<th>{name}</th>" for name in names)
             caption = html.escape(f"{variant} ({self.strategy}, {self.mode})")
             parts.append(f"<table><caption>{caption}</caption><tr>{headings}</tr>{rows}</table>")
         notes = (*self.problems, *self.warnings, *self.reasons)
@@ -180,6 +194,7 @@ def _html_row(site: CallSite) -> str:
         site.consumer or "-",
         "<br>".join(site.mirrored_before) or "none",
         "<br>".join(site.mirrored_after) or "none",
+        "<br>".join(site.replayed) or "none",
         html.escape(site.why),
     )
     return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
@@ -192,14 +207,8 @@ def mirrored_before(analyses: Iterable[Analysis]) -> dict[Node, tuple[str, ...]]
         mirroring = Mirroring(analysis.program, analysis.traits)
         for event in analysis.program.flat:
             if event.kind is Kind.MUTATION and event.node is not None:
-                before.setdefault(event.node, set()).update(_before(event, mirroring))
+                before.setdefault(event.node, set()).update(mirroring.purpose(event, event.given))
     return {node: tuple(sorted(names)) for node, names in before.items()}
-
-
-def _before(event: Event, mirroring: Mirroring) -> tuple[str, ...]:
-    assert event.node is not None
-    noted = event.node.meta.get("mirrored_before")
-    return mirroring.purpose(event, event.given) if noted is None else tuple(noted)
 
 
 def make_plan(
@@ -236,7 +245,7 @@ def make_plan(
         consumers=tuple(consumers),
         problems=tuple(problems),
         warnings=(*edits.warnings, *_widened(edits)),
-        reasons=(*reasons, *unknown),
+        reasons=(*reasons, *unknown, *edits.reasons),
     )
 
 
@@ -252,8 +261,10 @@ def _call_sites(
 ) -> Iterator[CallSite]:
     refreshes: dict[Node, list[Insertion]] = {}
     for (anchor, if_stale), insertion in edits.insertions.items():
-        if not if_stale:
-            refreshes.setdefault(anchor, []).append(insertion)
+        names = edits.unsent.get(anchor, insertion.names)
+        if not if_stale and names:
+            refreshes.setdefault(anchor, []).append(replace(insertion, names=names))
+    starts = {anchor: start for anchor, start in edits.starts.items() if edits.unsent.get(anchor)}
     mirroring = Mirroring(analysis.program, analysis.traits)
     readers = _readers(analysis)
     index = 0
@@ -261,7 +272,10 @@ def _call_sites(
         for insertion in refreshes.pop(event.anchor, []) if event.anchor is not None else []:
             yield _refresh_site(variant, index, insertion, analysis)
             index += 1
-        if event.kind is Kind.REFRESH and not event.at_entry:
+        if event.anchor in starts:
+            yield _start_site(variant, index, starts.pop(event.anchor), edits, analysis)
+            index += 1
+        if event.kind is Kind.REFRESH:
             yield _existing_refresh_site(variant, index, event, analysis)
             index += 1
         if event.kind is Kind.MUTATION:
@@ -270,6 +284,9 @@ def _call_sites(
             index += 1
     for insertion in (i for rest in refreshes.values() for i in rest if i.consumer.node is None):
         yield _refresh_site(variant, index, insertion, analysis)
+        index += 1
+    for start in (s for s in starts.values() if s.consumer.node is None):
+        yield _start_site(variant, index, start, edits, analysis)
         index += 1
 
 
@@ -298,9 +315,19 @@ def _mutation_site(
         reads=table.mirrors(reads),
         writes=table.buffers(event.writes),
         mirrored_before=(),
-        mirrored_after=mirroring.purpose(event, override),
+        mirrored_after=tuple(sorted({*mirroring.purpose(event, override), *edits.sent.get(node, ())})),
         why=_why(event, override, analysis, edits, readers),
+        replayed=tuple(map(mirror_of, edits.replays[node].names)) if node in edits.replays else (),
+        operand=_operand(edits.replays[node].operand) if node in edits.replays else "",
     )
+
+
+def _operand(operand: Known | Snapshot | None) -> str:
+    if operand is None:
+        return ""
+    if isinstance(operand, Known):
+        return f"{operand.value} throughout"
+    return f"{operand.operand.name}, copied after {operand.after.name}"
 
 
 def _why(event: Event, override: Any, analysis: Analysis, edits: Edits, readers: dict[str, int]) -> str:
@@ -310,18 +337,25 @@ def _why(event: Event, override: Any, analysis: Analysis, edits: Edits, readers:
         return "sets every buffer and every mirror from host data"
     if event.status == "noop":
         return "the batch is generate-only already, so the call does nothing"
+    sent = "; they travel in that one's transfer" if event.node in edits.sent else ""
     if not event.spec.takes_override:
-        return "mirrors all it writes and cannot be narrowed" if event.spec.mirrors == "written" else "mirrors nothing"
+        if event.spec.mirrors == "written":
+            return "mirrors all it writes and cannot be narrowed"
+        return "mirrors nothing by itself" if sent else "mirrors nothing"
     if override is None:
         return "stays un-narrowed: a call of unknown effect may read any mirror"
     if event.node in edits.widened:
         return f"the hand-written override lacked {', '.join(edits.widened[event.node])}"
     needed = [f"{name} reads {', '.join(table.mirrors(bits))}" for name, bits in readers.items()]
-    hand = "; hand-written override kept" if event.given is not None and not event.scoped else ""
+    hand = ""
+    if event.given is not None:
+        kept = set(event.given).issubset(override)
+        hand = "; hand-written override kept" if kept else "; its hand-written override is not needed"
     if not needed:
         return f"nothing reads a mirror of what it writes before that is written again{hand}"
     unsure = " (unless the batch is generate-only already)" if event.status == "maybe" else ""
-    return "; ".join(needed) + unsure + hand
+    repeated = "; the host computes what is replayed" if event.node in edits.replays else ""
+    return "; ".join(needed) + unsure + repeated + sent + hand
 
 
 def _readers(analysis: Analysis) -> dict[int, dict[str, int]]:
@@ -352,11 +386,26 @@ def _refresh_site(variant: str, index: int, insertion: Insertion, analysis: Anal
     )
 
 
+def _start_site(variant: str, index: int, start: Start, edits: Edits, analysis: Analysis) -> CallSite:
+    return CallSite(
+        variant=variant,
+        call="start_mirrors",
+        index=index,
+        node="",
+        source="",
+        consumer=start.consumer.name,
+        reads=analysis.program.table.mirrors(start.consumer.reads),
+        writes=(),
+        mirrored_before=(),
+        mirrored_after=edits.unsent[start.anchor],
+        why="no mutation wrote these last",
+    )
+
+
 def _existing_refresh_site(variant: str, index: int, event: Event, analysis: Analysis) -> CallSite:
     table = analysis.program.table
     names = table.mirrors(event.freshens)
     consumers = analysis.liveness.consumers[event.order]
-    scoped = event.label == "bring_up_to_date"
     return CallSite(
         variant=variant,
         call=event.label,
@@ -366,9 +415,9 @@ def _existing_refresh_site(variant: str, index: int, event: Event, analysis: Ana
         consumer=", ".join(dict.fromkeys(c.name for c in consumers)),
         reads=table.mirrors(consumers[0].reads) if consumers else (),
         writes=(),
-        mirrored_before=() if scoped else names,
+        mirrored_before=names,
         mirrored_after=names,
-        why="no mutation's own transfer can bring these up to date" if scoped else "written by hand",
+        why="written by hand",
     )
 
 
@@ -377,7 +426,11 @@ def _consumers(variant: str, analysis: Analysis, edits: Edits) -> Iterator[Consu
     arrivals: dict[int, StaleRead] = {a.consumer.order: a for a in analysis.arrivals}
     events = [e for e in analysis.program.flat if e.kind in (Kind.READ, Kind.UNKNOWN)]
     events.extend(a.consumer for a in analysis.arrivals if a.consumer.node is None)
+    sizes: dict[tuple[str, ...], int] = {}
     for event in events:
+        transfer = _transfer(event, analysis, edits)
+        if transfer not in sizes:
+            sizes[transfer] = _capacity(analysis, transfer)
         arrival = arrivals.get(event.order)
         key = (event.anchor, True)
         checked = edits.insertions[key].names if key in edits.insertions else ()  # type: ignore[index]
@@ -390,7 +443,29 @@ def _consumers(variant: str, analysis: Analysis, edits: Edits) -> Iterator[Consu
             if arrival
             else (),
             checked=checked,
+            transfer=transfer,
+            transfer_bytes=sizes[transfer],
         )
+
+
+def _transfer(event: Event, analysis: Analysis, edits: Edits) -> tuple[str, ...]:
+    """The mirrors of the transfer that ends right before a consumer."""
+    anchor = analysis.program.gm.graph.output_node() if event.node is None else event.anchor
+    if anchor is None:
+        return ()
+    if anchor in edits.starts:
+        return edits.starts[anchor].names
+    refresh = edits.insertions.get((anchor, False))
+    return () if refresh is None else refresh.names
+
+
+def _capacity(analysis: Analysis, names: Iterable[str]) -> int:
+    """As many bytes as some mirrors have; 0 without an interface."""
+    info = analysis.program.setting.info
+    if info is None:
+        return 0
+    views = [info._input_buffer.get_view(buffer_of(name)) for name in names]
+    return sum(view.numel() * view.element_size() for view in views)
 
 
 def plan(module: nn.Module, cm: Any, **options: Any) -> MirrorPlan:
@@ -399,7 +474,8 @@ def plan(module: nn.Module, cm: Any, **options: Any) -> MirrorPlan:
     Args:
         module: the model, before or after the pass.
         cm: the CachedSequenceInterface; its state is the same afterwards.
-        **options: fields of `ScopeOptions`, which are those of the transform's config.
+        **options: fields of `ScopeOptions`, which are those of the transform's config; without a `strategy` the plan
+            is for the one by which the module has been rewritten, before the pass for the default one.
 
     Raises:
         UntraceableError: the orchestrator cannot be traced, with `mode="graph"`.
@@ -410,4 +486,4 @@ def plan(module: nn.Module, cm: Any, **options: Any) -> MirrorPlan:
     """
     from auto_deploy_ext.scoping import ScopeOptions, plan_module
 
-    return plan_module(module, cm, ScopeOptions(**options))
+    return plan_module(module, cm, ScopeOptions(**options), options.get("strategy"))

@@ -25,16 +25,22 @@ from auto_deploy_ext.effects import (
     is_mirror,
     mirror_of,
 )
-from auto_deploy_ext.events import EVERYTHING, Event, Kind, NameTable, Program, Setting
+from auto_deploy_ext.events import EVERYTHING, Entry, Event, Kind, NameTable, Program, Setting
 from auto_deploy_ext.interface_nodes import AMBIGUOUS_MUTATIONS, bind_arguments, interface_roots, submodule_at
 from auto_deploy_ext.orchestrator import ops
-from auto_deploy_ext.refresh import bring_up_to_date, ensure_fresh
+from auto_deploy_ext.refresh import is_placed
 
 #: `meta` key: whether the batch is known to be generate-only (True) or known not to be (False).
 GENERATE_ONLY_KEY = "generate_only"
 
-#: `node.meta` key: the override of this mutation was derived here and may be derived anew.
+#: `node.meta` key: the pass has rewritten this mutation; what it gave the call says nothing of the orchestrator.
 SCOPED_KEY = "scoped"
+
+#: `node.meta` key of such a mutation: the names of the override that a person had given it.
+HAND_WRITTEN_KEY = "hand_written"
+
+#: keyword arguments that the pass gives `ops.mutate`.
+REPLAY_KWARGS = ("replays", "host_operand")
 
 
 class UnknownBufferError(ValueError):
@@ -49,8 +55,9 @@ def collect(gm: GraphModule, setting: Setting, interface_arg: str | None = None)
     """Return the events of an orchestrator graph in program order, those of nested orchestrator graphs in place.
 
     Args:
-        gm: the graph; it is not changed. `meta["generate_only"]`, on it for the batch at entry or on a node for the
-            batch that the node finds, is what the graph's guards assure.
+        gm: the graph; it is not changed. One that the pass has rewritten gives the program that it was before: the
+            pass sees through what it put there. `meta["generate_only"]`, on it for the batch at entry or on a node for
+            the batch that the node finds, is what the graph's guards assure.
         setting: what is known of the interface.
         interface_arg: the placeholder that receives the interface, where it cannot be told from its use.
 
@@ -60,7 +67,7 @@ def collect(gm: GraphModule, setting: Setting, interface_arg: str | None = None)
     program = Program(gm, [], NameTable(setting.buffers or ()), setting)
     collector = _Collector(program, gm.meta.get(GENERATE_ONLY_KEY))
     roots = dict.fromkeys(interface_roots(gm, interface_arg), _Object.INTERFACE)
-    program.events = collector.graph(gm, "", roots, {}, None)
+    program.events = collector.root(gm, roots)
     program.number()
     return program
 
@@ -87,7 +94,8 @@ _ATTRIBUTES = {
 _Views = tuple[int, int]
 _NO_VIEWS: _Views = (0, 0)
 _ALL_VIEWS: _Views = (EVERYTHING, EVERYTHING)
-_Anchor = tuple[Node, Node]
+#: a node, the interface in its graph, and how that graph was entered.
+_Anchor = tuple[Node, Node, Entry | None]
 
 
 def _both(views: Iterable[_Views]) -> _Views:
@@ -107,6 +115,7 @@ class _Scope:
     objects: dict[Node, _Object]
     views: dict[Node, _Views]
     anchor: _Anchor | None
+    entry: Entry | None = None
     modules: dict[str, Any] = field(default_factory=dict)
     exact: set[Node] = field(default_factory=set)
     batch_tensors: set[Node] = field(default_factory=set)
@@ -129,16 +138,11 @@ class _Collector:
 
     # -- graphs --------------------------------------------------------------------------------------------------
 
-    def graph(
-        self,
-        gm: GraphModule,
-        where: str,
-        objects: dict[Node, _Object],
-        views: dict[Node, _Views],
-        anchor: _Anchor | None,
-    ) -> list[Event]:
-        """Return the events of one graph whose placeholders are what `objects` and `views` say."""
-        return self._scope(gm, where, objects, views, anchor).events
+    def root(self, gm: GraphModule, objects: dict[Node, _Object]) -> list[Event]:
+        """Return the events of the root graph, of whose nodes `objects` says what they are."""
+        scope = self._scope(gm, "", objects, {}, None)
+        self._program.interface = scope.interface
+        return scope.events
 
     def _scope(
         self,
@@ -147,13 +151,14 @@ class _Collector:
         objects: dict[Node, _Object],
         views: dict[Node, _Views],
         anchor: _Anchor | None,
+        entry: Entry | None = None,
     ) -> _Scope:
-        scope = _Scope(gm, where, dict(objects), dict(views), anchor)
+        scope = _Scope(gm, where, dict(objects), dict(views), anchor, entry)
         scope.interface = next((n for n, o in objects.items() if o is _Object.INTERFACE), None)
         self._program.owners[gm.graph] = gm
         objects, views = scope.objects, scope.views
         for node in gm.graph.nodes:
-            if node.op in ("placeholder", "get_attr"):
+            if node.op in ("placeholder", "get_attr") or is_placed(node):
                 continue
             inputs = node.all_input_nodes
             if node.op == "call_module":
@@ -169,11 +174,11 @@ class _Collector:
         return scope
 
     def _add(self, scope: _Scope, kind: Kind, node: Node, label: str, **fields: Any) -> Event:
-        event = Event(kind, node, label, scope.where, **fields)
+        event = Event(kind, node, label, scope.where, entry=scope.entry, **fields)
         if scope.interface is not None:
-            event.interface, event.anchor = scope.interface, node
+            event.anchor, event.interface, event.anchor_entry = node, scope.interface, scope.entry
         elif scope.anchor is not None:
-            event.anchor, event.interface = scope.anchor
+            event.anchor, event.interface, event.anchor_entry = scope.anchor
         scope.events.append(event)
         return event
 
@@ -266,8 +271,6 @@ class _Collector:
             self._item(scope, node)
         elif target is ops.mutate or target is ops.invoke:
             self._method(scope, node, node.args[0], str(node.args[1]), node.args[2:], node.kwargs)
-        elif target is bring_up_to_date or target is ensure_fresh:
-            self._refresh(scope, node, node.args[1], at_entry=target is ensure_fresh)
         elif target is ops.make_namespace:
             scope.objects[node] = _Object.NAMESPACE
         elif target is ops.setitem or target is operator.setitem:
@@ -386,16 +389,9 @@ class _Collector:
         elif name in ("get_host_view", "get_host_memory"):
             self._view_of(scope, node, mirror_of(first) if isinstance(first, str) else None)
         elif name == "copy_to_host" and not (args or kwargs):
-            self._refresh(scope, node, None)
+            self._add(scope, Kind.REFRESH, node, name, freshens=EVERYTHING, kills=EVERYTHING)
         elif name not in ("get_capacity", "get_current_length", "copy_to_host"):
             self._unknown(scope, node, name, f"InputBuffer.{name}() is called directly")
-
-    def _refresh(self, scope: _Scope, node: Node, names: Any, at_entry: bool = False) -> None:
-        bits = EVERYTHING if names is None else self._table.bits(names)
-        label = _call_label(node)
-        # What only moves on demand ends nobody's duty to move before it.
-        kills = 0 if at_entry else bits
-        self._add(scope, Kind.REFRESH, node, label, freshens=bits, kills=kills, at_entry=at_entry)
 
     def _reader(self, scope: _Scope, node: Node, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         names = HOST_READERS[name].read(self._setting.info, args, dict(kwargs))
@@ -412,7 +408,7 @@ class _Collector:
     def _mutation(
         self, scope: _Scope, node: Node, spec: MutationSpec, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        args, kwargs, given, dynamic = split_override(spec, args, kwargs)
+        args, kwargs, given, dynamic = as_written(node, spec, args, kwargs)
         if spec.restages:
             self._restage(scope, node, spec, kwargs)
             return
@@ -424,6 +420,7 @@ class _Collector:
             self._add(scope, Kind.HOST_WRITE, node, spec.name, kills=bits, freshens=bits)
             return
         status = self._status(spec, node)
+        operand = operand_of(spec, args, kwargs)
         self._add(
             scope,
             Kind.MUTATION,
@@ -435,7 +432,8 @@ class _Collector:
             status=status,
             given=given,
             dynamic=dynamic,
-            scoped=given is not None and node.meta.get(SCOPED_KEY) is True,
+            operand=operand,
+            operand_shared=isinstance(operand, Node) and any(scope.views.get(operand, _NO_VIEWS)),
         )
         if spec.generates is not False:
             self._generating = spec.generates
@@ -572,9 +570,9 @@ class _Collector:
         bound = {p: v for p, v in bind_arguments(module.graph, args, kwargs).items() if isinstance(v, Node)}
         objects = {p: scope.objects[v] for p, v in bound.items() if v in scope.objects}
         views = {p: scope.views[v] for p, v in bound.items() if v in scope.views}
-        anchor = scope.anchor if scope.interface is None else (node, scope.interface)
+        anchor = scope.anchor if scope.interface is None else (node, scope.interface, scope.entry)
         where = f"{scope.where}.{label}" if scope.where else label
-        return self._scope(module, where, objects, views, anchor)
+        return self._scope(module, where, objects, views, anchor, Entry(node, scope.entry))
 
     @staticmethod
     def _is_branch(node: Node) -> bool:
@@ -613,6 +611,31 @@ class _Collector:
 
 def _object_of(scope: _Scope, value: Any) -> _Object | None:
     return scope.objects.get(value) if isinstance(value, Node) else None
+
+
+def as_written(
+    node: Node, spec: MutationSpec, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], tuple[str, ...] | None, bool]:
+    """Take what the pass or a person gave a mutation out of its arguments; see `split_override` for the result.
+
+    The override is the person's, also where the pass has replaced it.
+    """
+    args, kwargs, given, dynamic = split_override(spec, args, kwargs)
+    if node.target is ops.mutate:
+        kwargs = {k: v for k, v in kwargs.items() if k not in REPLAY_KWARGS}
+    if node.meta.get(SCOPED_KEY):
+        return args, kwargs, node.meta.get(HAND_WRITTEN_KEY), False
+    return args, kwargs, given, dynamic
+
+
+def operand_of(spec: MutationSpec, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """A mutation's device operand among its arguments, None without one."""
+    if spec.operand is None:
+        return None
+    if len(args) > spec.operand:
+        return args[spec.operand]
+    others = list(kwargs.values())
+    return others[0] if len(others) == 1 else None
 
 
 def split_override(

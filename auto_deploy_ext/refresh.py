@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+from torch.fx import Node
 from torch.fx.node import has_side_effect
 
 from auto_deploy_ext import host_mirrors
 from auto_deploy_ext.effects import buffer_of
+from auto_deploy_ext.orchestrator import ops
 
 
 @has_side_effect
@@ -34,3 +37,14 @@ def ensure_fresh(interface: Any, names: tuple[str, ...]) -> None:
     """
     stale = set(host_mirrors.stale_names(interface)).intersection(map(buffer_of, names))
     host_mirrors.move(interface, stale, trigger="ensure_fresh")
+
+
+#: functions whose nodes the pass alone puts into a graph; it sees through them and puts them anew.
+PLACED: frozenset[Callable[..., Any]] = frozenset(
+    {bring_up_to_date, ensure_fresh, ops.start_mirrors, ops.wait_mirrors, ops.snapshot_operand}
+)
+
+
+def is_placed(node: Node) -> bool:
+    """Whether the pass has put a node into its graph."""
+    return node.op == "call_function" and node.target in PLACED

@@ -112,7 +112,7 @@ def _split_pool(name: str) -> tuple[str, str]:
 
 
 def _is_moved(info: Any, name: str) -> bool:
-    """Whether a mutation that writes a buffer does so in fact: a page table is only adjusted if part of it is active."""
+    """Whether a mutation that writes a buffer does so: a page table is only adjusted if part of it is active."""
     base, suffix = _split_pool(name)
     if base not in _PAGE_TABLE:
         return True

@@ -11,19 +11,13 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import has_side_effect
 
 from auto_deploy_ext.active_args import META_KEY, consumer_args
-from auto_deploy_ext.effects import MUTATIONS
+from auto_deploy_ext.effects import MUTATIONS, MutationSpec
 from auto_deploy_ext.events import Event, Kind, Program
 from auto_deploy_ext.orchestrator import ops
 from auto_deploy_ext.orchestrator.graph_module import graph_from_state, graph_to_state
-from auto_deploy_ext.program import GENERATE_ONLY_KEY, SCOPED_KEY, split_override
-from auto_deploy_ext.refresh import bring_up_to_date, ensure_fresh
+from auto_deploy_ext.placement import Placement
+from auto_deploy_ext.program import HAND_WRITTEN_KEY, REPLAY_KWARGS, SCOPED_KEY, split_override
 from auto_deploy_ext.strategies import Edits, Override
-
-#: `node.meta` key: what the call mirrored before the pass, so that a later plan can still say so.
-BEFORE_KEY = "mirrored_before"
-
-#: `node.meta` keys that travel with a pickled graph.
-KEPT_META = (META_KEY, BEFORE_KEY, SCOPED_KEY, GENERATE_ONLY_KEY, "source")
 
 
 class KeptGraphModule(GraphModule):
@@ -33,16 +27,13 @@ class KeptGraphModule(GraphModule):
         """Pickle attributes and graph."""
         derived = ("_graph", "_code", "_tracer_cls", "_tracer_extras", "_lineno_map", "_prologue_start")
         body = {k: v for k, v in self.__dict__.items() if k not in derived}
-        metas = [{k: v for k, v in node.meta.items() if k in KEPT_META} for node in self.graph.nodes]
-        return _rebuild, (body, graph_to_state(self.graph), metas)
+        return _rebuild, (body, graph_to_state(self.graph))
 
 
-def _rebuild(body: dict[str, Any], state: list[tuple[Any, ...]], metas: list[dict[str, Any]]) -> KeptGraphModule:
+def _rebuild(body: dict[str, Any], state: list[tuple[Any, ...]]) -> KeptGraphModule:
     root = nn.Module()
     root.__dict__.update(body)
     graph = graph_from_state(state)
-    for node, meta in zip(graph.nodes, metas, strict=True):
-        node.meta.update(meta)
     module = KeptGraphModule(root, graph, "KeptGraphModule")
     module.__dict__.update(body)
     return module
@@ -64,13 +55,12 @@ def keep_graph(gm: GraphModule) -> bool:
     return True
 
 
-def apply_edits(programs: Sequence[Program], edits: Edits, before: dict[Node, tuple[str, ...]]) -> int:
-    """Write edits into the graphs of some programs.
+def apply_edits(programs: Sequence[Program], edits: Edits) -> int:
+    """Write edits into the graphs of some programs, in place of what an earlier run of the pass put there.
 
     Args:
         programs: what the edits were made for.
         edits: see `Edits`.
-        before: for each mutation node what it mirrored before.
 
     Returns:
         The number of mutation calls that changed.
@@ -82,15 +72,16 @@ def apply_edits(programs: Sequence[Program], edits: Edits, before: dict[Node, tu
         graphs.update(program.owners)
         exposed.update(dict.fromkeys(program.exposed))
         events.update((e.node, e) for e in program.flat if e.node is not None and e.kind is Kind.MUTATION)
-    # Anchors may be nodes that are replaced below, so the refreshes go in first.
-    touched = {_insert(i.anchor, i.interface, i.names, i.if_stale) for i in edits.insertions.values()}
+    # Nodes to place things at may be replaced below, so placing comes first.
+    placement = Placement(graphs, edits)
+    touched = set(placement.touched)
     changed = 0
     for node, names in edits.overrides.items():
-        hand_written = events[node].given is not None and not events[node].scoped
-        if _set_override(node, events[node], names, before[node], scoped=not hand_written):
+        if _rewrite(node, events[node], names, placement.replay_arguments(node)):
             changed += 1
             touched.add(node.graph)
         exposed.pop(node, None)
+    placement.finish()
     for node in exposed:
         touched.add(node.graph)
         _protect(node)
@@ -106,63 +97,69 @@ def apply_edits(programs: Sequence[Program], edits: Edits, before: dict[Node, tu
     return changed
 
 
-def _insert(anchor: Node, interface: Node, names: tuple[str, ...], if_stale: bool) -> Graph:
-    with anchor.graph.inserting_before(anchor):
-        node = anchor.graph.call_function(ensure_fresh if if_stale else bring_up_to_date, (interface, names))
-    node.meta[META_KEY] = names
-    return anchor.graph
-
-
-def _set_override(node: Node, event: Event, names: Override, before: tuple[str, ...], scoped: bool) -> bool:
-    """Give a mutation node an override; whether its graph changed."""
+def _rewrite(node: Node, event: Event, names: Override, replay: dict[str, Any]) -> bool:
+    """Give a mutation node an override and what the host repeats of it; whether that changed the node."""
     assert event.spec is not None
-    is_mutate = node.target is ops.mutate
-    if is_mutate and names == node.kwargs.get("active_args") and not event.dynamic:
-        changed = len(node.args) > 2 and split_override(event.spec, node.args[2:], {})[0] != node.args[2:]
-        if not changed:
-            _note(node, names, before, scoped)
-            return False
-    if is_mutate:
-        args, kwargs, _, _ = split_override(event.spec, node.args[2:], dict(node.kwargs))
-        node.args = (*node.args[:2], *args)
-        node.kwargs = kwargs if names is None else {**kwargs, "active_args": names}
-        _note(node, names, before, scoped)
-        return True
+    if node.target is ops.mutate:
+        args, kwargs = _own_arguments(event.spec, node.args[2:], dict(node.kwargs))
+        args, kwargs = (*node.args[:2], *args), _with_override(kwargs, names, replay)
+        changed = args != node.args or kwargs != dict(node.kwargs)
+        if changed:
+            node.args, node.kwargs = args, kwargs
+        _note(node, event, names)
+        return changed
     first, rest = (node.args[0], node.args[1:]) if node.op == "call_method" else (None, node.args)
     if node.target is ops.invoke:
         first, rest = node.args[0], node.args[2:]
     if first is None:
-        return _narrow_function(node, event, names, before, scoped)
-    args, kwargs, _, _ = split_override(event.spec, rest, dict(node.kwargs))
-    if names is not None:
-        kwargs["active_args"] = names
-    new = _replace(node, ops.mutate, (first, event.spec.name, *args), kwargs)
-    _note(new, names, before, scoped)
+        return _narrow_function(node, event, names)
+    args, kwargs = _own_arguments(event.spec, rest, dict(node.kwargs))
+    new = _replace(node, ops.mutate, (first, event.spec.name, *args), _with_override(kwargs, names, replay))
+    _note(new, event, names)
     return True
 
 
-def _narrow_function(node: Node, event: Event, names: Override, before: tuple[str, ...], scoped: bool) -> bool:
+def _own_arguments(
+    spec: MutationSpec, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A mutation's arguments without an override and without what the pass gives it."""
+    args, kwargs, _, _ = split_override(spec, args, kwargs)
+    return args, {k: v for k, v in kwargs.items() if k not in REPLAY_KWARGS}
+
+
+def _with_override(kwargs: dict[str, Any], names: Override, replay: dict[str, Any]) -> dict[str, Any]:
+    override = {} if names is None else {"active_args": names}
+    return {**kwargs, **override, **replay}
+
+
+def _narrow_function(node: Node, event: Event, names: Override) -> bool:
     """A registered mutation that is a function: its override is a set, which FX only takes as a node."""
     assert event.spec is not None
     offset = 1 if node.target is not ops.call else 2
     args, kwargs, given, dynamic = split_override(event.spec, node.args[offset:], dict(node.kwargs))
     changed = given != names or dynamic
     if changed:
+        old = node.kwargs.get("active_args_override")
         node.args = (*node.args[:offset], *args)
-        if names is not None:
+        if names is not None and node.meta.get(SCOPED_KEY) and isinstance(old, Node) and old.target is ops.make_set:
+            old.args = names
+            kwargs["active_args_override"] = old
+        elif names is not None:
             with node.graph.inserting_before(node):
                 kwargs["active_args_override"] = node.graph.call_function(ops.make_set, names)
         node.kwargs = kwargs
-    _note(_protect(node), names, before, scoped)
+    _note(_protect(node), event, names)
     return changed
 
 
-def _note(node: Node, names: Override, before: tuple[str, ...], scoped: bool) -> None:
-    node.meta.setdefault(BEFORE_KEY, before)
-    if names is not None:
+def _note(node: Node, event: Event, names: Override) -> None:
+    node.meta[SCOPED_KEY] = True
+    if event.given is not None:
+        node.meta[HAND_WRITTEN_KEY] = event.given
+    if names is None:
+        node.meta.pop(META_KEY, None)
+    else:
         node.meta[META_KEY] = names
-    if scoped and names is not None:
-        node.meta[SCOPED_KEY] = True
 
 
 def _replace(node: Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import nn
 from torch.fx import GraphModule
 
 from auto_deploy_ext import host_mirrors
+from auto_deploy_ext.consumer_check import check_when_called
+from auto_deploy_ext.effects import mirror_of
 from auto_deploy_ext.events import Setting
+from auto_deploy_ext.hooks import HookedForward, install, would_hook
 from auto_deploy_ext.interface_nodes import is_orchestrator_graph
-from auto_deploy_ext.mirror_plan import MirrorPlan, make_plan, mirrored_before
+from auto_deploy_ext.mirror_plan import ConsumerReads, MirrorPlan, make_plan
 from auto_deploy_ext.orchestrator import (
     OrchestratorGraph,
     UntraceableError,
@@ -21,15 +24,18 @@ from auto_deploy_ext.orchestrator import (
     find_interface_arg,
     find_orchestrator,
     orchestrator_graphs,
+    own_forward,
     trace_orchestrator,
     trace_variants,
 )
-from auto_deploy_ext.orchestrator.dispatch import Dispatcher
 from auto_deploy_ext.program import collect
 from auto_deploy_ext.rewrite import apply_edits
 from auto_deploy_ext.strategies import STRATEGIES, Analysis, Edits, HostTraits, StaleReadError, describe_problems
 
 logger = logging.getLogger("auto_deploy_ext")
+
+#: `meta` key of an orchestrator graph: the strategy by which the pass has rewritten it.
+STRATEGY_KEY = "mirror_strategy"
 
 
 class ScopeError(ValueError):
@@ -43,7 +49,7 @@ class ScopeOptions:
     orchestrator: str | None = None
     interface_arg: str | None = None
     max_draft_len: int | None = None
-    strategy: str = "override"
+    strategy: str = "auto"
     mode: Literal["auto", "graph", "hooks"] = "auto"
     on_unknown: Literal["full", "error"] = "full"
     insert_missing: bool = True
@@ -54,8 +60,6 @@ class ScopeOptions:
         """Reject what no code stands behind."""
         if self.strategy not in STRATEGIES:
             raise ScopeError(f"strategy: {self.strategy!r} is not one of {', '.join(sorted(STRATEGIES))}")
-        if self.mode == "hooks":
-            raise ScopeError("mode: hooks is not available in this release; use auto or graph")
 
 
 @dataclass(frozen=True)
@@ -124,8 +128,9 @@ def scope_graphs(graphs: Mapping[str, GraphModule], cm: Any, options: ScopeOptio
     analyses = analyse(graphs, cm, options)
     edits = decide(analyses, options)
     mirror_plan = make_plan(analyses, edits, options.strategy)
-    before = mirrored_before(analyses.values())
-    changed = apply_edits([a.program for a in analyses.values()], edits, before)
+    changed = apply_edits([a.program for a in analyses.values()], edits)
+    for gm in graphs.values():
+        gm.meta[STRATEGY_KEY] = options.strategy
     return mirror_plan, changed
 
 
@@ -133,8 +138,9 @@ def scope_module(module: nn.Module, cm: Any, options: ScopeOptions) -> tuple[Mir
     """Scope the orchestrator in a module: rewrite it where it is a graph, else bind its rewritten variants.
 
     Returns:
-        The plan, and the number of mutation calls that changed. An orchestrator that cannot be traced stays as it is
-        with `mode: auto`; the plan's reasons say why.
+        The plan, and the number of mutation calls that changed. An orchestrator that cannot be traced runs with
+        mirrors on demand (see `hooks`) with `mode: auto`, and always with `mode: hooks`; then the number is that of the
+        consumers, and the plan's reasons say why.
 
     Raises:
         UntraceableError: it cannot be traced, with `mode: graph`.
@@ -142,30 +148,57 @@ def scope_module(module: nn.Module, cm: Any, options: ScopeOptions) -> tuple[Mir
     owner = find_orchestrator(module, options.orchestrator)
     if isinstance(owner, GraphModule):
         graphs = {_variant_name(owner): owner} if is_orchestrator_graph(owner) else {}
-        return scope_graphs(graphs, cm, options)
+        result = scope_graphs(graphs, cm, options)
+        if graphs:
+            check_when_called(owner)
+        return result
+    parameter = find_interface_arg(own_forward(owner), options.interface_arg)
+    host_mirrors.mirrors_of(cm)  # tracked from now on, where that is needed
+    if options.mode == "hooks":
+        return _hook(owner, parameter, cm, options, "mode: hooks asks for mirrors on demand")
     try:
         variants = _trace(owner, cm, options)
     except UntraceableError as error:
-        return _untraced(error, options), 0
+        if options.mode == "graph":
+            raise
+        return _hook(owner, parameter, cm, options, f"the orchestrator cannot be traced: {error}")
     result = scope_graphs(variants, cm, options)
-    parameter = find_interface_arg(_own_forward(owner), options.interface_arg)
     bind_variants(owner, parameter, variants, Recipe(options), options.max_variants)
     return result
 
 
-def plan_module(module: nn.Module, cm: Any, options: ScopeOptions) -> MirrorPlan:
-    """The plan for a module, which stays as it is; after the pass, that of its rewritten graphs."""
+def plan_module(module: nn.Module, cm: Any, options: ScopeOptions, strategy: str | None = None) -> MirrorPlan:
+    """The plan for a module, which stays as it is; after the pass, that of its rewritten graphs.
+
+    Args:
+        module: the model.
+        cm: the interface; its state is the same afterwards.
+        options: see `ScopeOptions`.
+        strategy: None: the one by which the graphs have been rewritten, before the pass that of `options`.
+    """
     owner = find_orchestrator(module, options.orchestrator)
     graphs: Mapping[str, GraphModule]
     if isinstance(owner, GraphModule):
         graphs = {_variant_name(owner): owner} if is_orchestrator_graph(owner) else {}
     else:
+        bound = owner.__dict__.get("forward")
+        if isinstance(bound, HookedForward):
+            return _demand_plan(bound, cm, options)
+        parameter = find_interface_arg(own_forward(owner), options.interface_arg)
+        if options.mode == "hooks":
+            reason = "mode: hooks asks for mirrors on demand"
+            return _demand_plan(would_hook(owner, parameter, options.live_out, reason), cm, options)
         try:
             graphs = orchestrator_graphs(owner) or _trace(owner, cm, options)
         except UntraceableError as error:
-            return _untraced(error, options)
+            if options.mode == "graph":
+                raise
+            reason = f"the orchestrator cannot be traced: {error}"
+            return _demand_plan(would_hook(owner, parameter, options.live_out, reason), cm, options)
     analyses = analyse(graphs, cm, options)
-    return make_plan(analyses, STRATEGIES[options.strategy](list(analyses.values())), options.strategy)
+    done = {gm.meta[STRATEGY_KEY] for gm in graphs.values() if STRATEGY_KEY in gm.meta}
+    strategy = strategy or (done.pop() if len(done) == 1 else options.strategy)
+    return make_plan(analyses, STRATEGIES[strategy](list(analyses.values())), strategy)
 
 
 def _variant_name(gm: GraphModule) -> str:
@@ -176,14 +209,22 @@ def _trace(owner: nn.Module, cm: Any, options: ScopeOptions) -> dict[str, Orches
     return trace_variants(owner, cm, interface_arg=options.interface_arg, max_draft_len=options.max_draft_len)
 
 
-def _own_forward(owner: nn.Module) -> Any:
-    bound = owner.__dict__.get("forward")
-    return bound.original if isinstance(bound, Dispatcher) else owner.forward
+def _hook(owner: nn.Module, parameter: str, cm: Any, options: ScopeOptions, reason: str) -> tuple[MirrorPlan, int]:
+    logger.warning("%s: %s; its mirrors are brought up to date on demand", type(owner).__name__, reason)
+    hooked = install(owner, parameter, options.live_out, reason)
+    return _demand_plan(hooked, cm, options), len(hooked.reads)
 
 
-def _untraced(error: UntraceableError, options: ScopeOptions) -> MirrorPlan:
-    if options.mode == "graph":
-        raise error
-    logger.warning("the orchestrator is left as it is, with full mirrors: it cannot be traced: %s", error)
-    reason = f"the orchestrator cannot be traced: {error}"
-    return make_plan({}, Edits(), options.strategy, mode="eager", reasons=[reason])
+def _demand_plan(hooked: HookedForward, cm: Any, options: ScopeOptions) -> MirrorPlan:
+    """The plan of a wrapper with mirrors on demand: what each consumer reads, and nothing about call sites."""
+    setting = Setting.of(cm)
+    _check_live_out(options.live_out, setting)
+    everything = tuple(sorted(mirror_of(name) for name in setting.buffers or ()))
+    consumers = tuple(
+        ConsumerReads(
+            "hooks", path, "", everything if reads is None else reads, (), everything if reads is None else reads
+        )
+        for path, reads in sorted(hooked.reads.items())
+    )
+    plan = make_plan({}, Edits(), options.strategy, mode="hooks", reasons=[hooked.reason])
+    return replace(plan, variants=("hooks",), active=tuple(sorted(setting.active)), consumers=consumers)

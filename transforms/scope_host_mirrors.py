@@ -42,8 +42,11 @@ class ScopeHostMirrorsConfig(TransformConfig):
     max_draft_len: int | None = Field(
         default=None, ge=1, description="Drafted tokens per row of the example batches; null: the orchestrator's own."
     )
-    strategy: Literal["override"] = Field(
-        default="override", description="How mirrors are brought up to date; override narrows each mutation's own copy."
+    strategy: Literal["auto", "copy", "override", "replay"] = Field(
+        default="auto",
+        description="How mirrors are brought up to date. override: each mutation's own copy is narrowed; copy: one "
+        "transfer per consumer; replay: the host repeats mutations, and copies what it cannot; auto: as replay, but a "
+        "consumer that must wait for a transfer anyway gets all it needs by it.",
     )
     mode: Literal["auto", "graph", "hooks"] = Field(
         default="auto",
@@ -85,17 +88,18 @@ class ScopeHostMirrorsConfig(TransformConfig):
 
 @register_transform("scope_host_mirrors")
 class ScopeHostMirrors(BaseTransform):
-    """Narrows an orchestrator's mutations.
+    """Has an orchestrator's mutations mirror nothing but what is read, when it is read.
 
     1. The orchestrator is the model, or the submodule that `orchestrator` names. One that is an FX graph already is
        rewritten in place; any other is traced once per kind of batch, and its inference path is bound to the rewritten
        variants, with its own forward for batches that none of them fits.
-    2. A mutation mirrors a buffer only if a consumer reads the mirror before the buffer is certainly written again.
+    2. A mirror is brought up to date only if a consumer reads it before its buffer is certainly written again; by the
+       mutation's own copy, by a transfer to the consumer or by the host's arithmetic, as `strategy` says.
     3. A consumer that would still find a mirror stale gets it brought up to date right before it.
-    4. A hand-written override that names all of this is kept; one that does not is widened and reported, or refused
-       (`insert_missing: false`).
+    4. With `override`, a hand-written override that names all of this is kept; one that does not is widened and
+       reported. Other strategies need none. `insert_missing: false` refuses an orchestrator that has such a gap.
     5. All graphs are planned before the first is changed: an error leaves the model as it was.
-    6. A second run derives the same graphs.
+    6. A second run, of whatever strategy, derives the graphs that it would have derived alone.
 
     `num_matches` counts the mutation calls that changed.
     """

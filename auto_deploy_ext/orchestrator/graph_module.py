@@ -11,6 +11,9 @@ from torch.fx.node import map_arg
 
 from .guards import Guards
 
+#: `node.meta` keys that travel with a pickled graph: what the passes and their plans know of a node.
+KEPT_META = frozenset({"active_args", "generate_only", "hand_written", "scoped", "source"})
+
 
 class OrchestratorGraph(GraphModule):
     """One traced variant of a wrapper's inference forward.
@@ -91,7 +94,7 @@ def graph_to_state(graph: Graph) -> list[tuple[Any, ...]]:
             node.target,
             map_arg(node.args, reference),
             map_arg(node.kwargs, reference),
-            {k: v for k, v in node.meta.items() if k in ("active_args", "source")},
+            {k: v for k, v in node.meta.items() if k in KEPT_META},
         )
         for node in graph.nodes
     ]

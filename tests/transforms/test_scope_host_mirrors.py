@@ -39,7 +39,7 @@ PAGED = ("cu_num_pages_host", "cu_seqlen_host", "last_page_len_host", "seq_len_w
 
 def scope(gm: nn.Module, cm: Any, **fields: Any) -> Any:
     """Run the transform; returns its TransformInfo."""
-    transform = TransformRegistry.get("scope_host_mirrors").from_kwargs(stage="cache_init", **fields)
+    transform = TransformRegistry.get("scope_host_mirrors").from_kwargs(**{"stage": "cache_init", "strategy": "override", **fields})
     assert transform(gm, cm, None, SharedConfig(), 0) is gm
     return gm.meta["_autodeploy"]["transform_history"]["scope_host_mirrors"]
 
@@ -509,10 +509,10 @@ def test_no_consumer_of_any_program_reads_a_stale_mirror(steps: Any, consumers: 
     assume(branches_of(steps) <= 3)
     cm = INTERFACES[which]
     gm = build(steps, consumers)
-    scope_graphs({"graph": gm}, cm, ScopeOptions())
+    scope_graphs({"graph": gm}, cm, ScopeOptions(strategy="override"))
     assert list(stale_reads(gm, cm)) == []
     code = gm.code
-    scope_graphs({"graph": gm}, cm, ScopeOptions())
+    scope_graphs({"graph": gm}, cm, ScopeOptions(strategy="override"))
     assert gm.code == code
 
 
@@ -522,6 +522,6 @@ def test_without_any_one_name_some_consumer_reads_a_stale_mirror(steps: Any, con
     assume(branches_of(steps) <= 3)
     cm = INTERFACES[which]
     gm = build(steps, consumers)
-    scope_graphs({"graph": gm}, cm, ScopeOptions())
+    scope_graphs({"graph": gm}, cm, ScopeOptions(strategy="override"))
     for node, name in moved_names(gm):
         assert any(stale_reads(gm, cm, drop=(node, name))), f"{name} of {node.format_node()} is of no use"
