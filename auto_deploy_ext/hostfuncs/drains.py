@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import has_side_effect
 
 from .hostfunc import HostFunc
-from .pending import drain_hostfuncs
+from .pending import being_traced, drain_hostfuncs
 
 #: attribute of a module that is an encoder.
 ENCODER_MARK = "_is_hostfunc_encoder"
@@ -40,7 +40,8 @@ def drain_before(encoder: str) -> None:
 
 def drain_hook(module: nn.Module, args: tuple[Any, ...]) -> None:
     """The same as a forward pre-hook, for an encoder that is called eagerly."""
-    drain_hostfuncs()
+    if not being_traced():
+        drain_hostfuncs()
 
 
 # ---------------------------------------------------------------- markers

@@ -308,7 +308,11 @@ class ThreadStreams(_CallingLayer):
     def record_event(self, stream: Hashable, event: Any = None) -> threading.Event:
         """An event that the stream's worker sets."""
         event = threading.Event()
-        self._worker(str(stream)).put(event.set)
+        worker = self._worker(str(stream))
+        if worker.thread is threading.current_thread():
+            event.set()  # what the stream held before is what this thread has done
+        else:
+            worker.put(event.set)
         return event
 
     def wait_event(self, event: threading.Event) -> None:

@@ -40,7 +40,7 @@ class HostFuncStats:
         launches: host functions launched outside of captures.
         replays: replays of graphs that contain host functions.
         runs: host functions that have run.
-        drains: drains that waited for something.
+        drains: drains with something pending.
         drained_seconds: time spent in these.
         idle_drains: drains that found nothing pending.
     """
@@ -224,7 +224,7 @@ class HostFuncOwner:
         them. Does nothing with nothing pending anywhere, and while capturing.
 
         Returns:
-            Whether there was something to wait for.
+            Whether something of this owner was pending.
 
         Raises:
             HostFuncError: host functions of this owner failed.
@@ -233,23 +233,22 @@ class HostFuncOwner:
         refuse_inside("a drain")
         if self.layer.is_capturing():
             return False
-        others = [owner for owner in list(_owners) if owner is not self and owner.pending]
-        waits = self._pending or bool(others)
-        if waits:
-            start = time.perf_counter()
-            with self._lock:
-                events, self._events = self._take_events(), {}
-                self._unrecorded.clear()
-                self._pending = False
-            for event in events.values():
-                self.layer.wait_event(event)
-            with self._lock:
-                self._spare_events.update(events)
-                if self._holds_gc and not self._pending:
-                    self._holds_gc = False
-                    gc_guard.release()
-            for owner in others:
+        start = time.perf_counter()
+        with self._lock:
+            was_pending, self._pending = self._pending, False
+            events, self._events = self._take_events(), {}
+            self._unrecorded.clear()
+        for event in events.values():
+            self.layer.wait_event(event)
+        with self._lock:
+            self._spare_events.update(events)
+            if self._holds_gc and not self._pending:
+                self._holds_gc = False
+                gc_guard.release()
+        for owner in list(_owners):
+            if owner is not self and owner.pending:
                 owner._wait()
+        if was_pending:
             self.stats.drains += 1
             self.stats.drained_seconds += time.perf_counter() - start
         else:
@@ -257,7 +256,7 @@ class HostFuncOwner:
         self._tidy()
         self.layer.sweep()
         self.raise_failures()
-        return waits
+        return was_pending
 
     def _take_events(self) -> dict[Hashable, Any]:
         """An event for every stream with something outstanding."""
@@ -308,10 +307,15 @@ class HostFuncOwner:
             raise HostFuncError(tuple(failures)) from failures[0].exception
 
 
+def being_traced() -> bool:
+    """Whether an orchestrator is being traced, so that nothing that is called really happens."""
+    tracer = sys.modules.get("auto_deploy_ext.orchestrator.tracer")
+    return bool(tracer is not None and tracer._active)
+
+
 def _refuse_tracing(function: Callable[..., Any]) -> None:
     """A launch while an orchestrator is traced would run now, and never again in the graph."""
-    tracer = sys.modules.get("auto_deploy_ext.orchestrator.tracer")
-    if tracer is not None and tracer._active and not tracer._active[-1].evaluating:
+    if being_traced():
         raise HostFuncUsageError(
             f"{function.__qualname__} is launched by an orchestrator's own code while it is traced: launch it in the "
             "forward of a submodule with meta = {'active_args': ()}, which a graph calls as a whole"
@@ -372,7 +376,7 @@ def drain_hostfuncs(owner: HostFuncOwner | None = None) -> bool:
     Call it before anything that may hold the GIL while it waits for the device.
 
     Returns:
-        Whether there was something to wait for.
+        Whether something of the owner was pending.
 
     Raises:
         HostFuncError: host functions failed.

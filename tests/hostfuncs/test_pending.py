@@ -122,6 +122,14 @@ def test_a_drain_waits_for_other_owners_whose_gil_it_is_too_and_leaves_them_pend
     assert other.stats.runs == 1 and other.pending
 
 
+def test_a_drain_on_the_stream_itself_does_not_wait_for_itself(layer):
+    owner = HostFuncOwner("engine", layer)
+    with use_owner(owner):
+        nothing()
+        assert layer.run(drain_hostfuncs) is True
+    assert owner.stats.runs == 1 and not owner.pending
+
+
 def test_every_outstanding_event_is_kept_over_streams(layer):
     owner = HostFuncOwner("engine", layer)
     gates = [threading.Event() for _ in range(3)]
