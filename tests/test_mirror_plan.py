@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 from torch import nn
 
 from auto_deploy_ext import MirrorPlan, SharedConfig, TransformRegistry, plan
@@ -123,12 +122,13 @@ print(gm.code, mirror_plan.to_json(), mirror_plan.to_text())
 """
 
 
-@pytest.mark.parametrize("seed", ["1", "2"])
-def test_code_and_plan_do_not_depend_on_the_hash_seed(seed: str) -> None:
+def test_code_and_plan_do_not_depend_on_the_hash_seed() -> None:
     def run(hash_seed: str) -> str:
         root = Path(__file__).resolve().parent.parent
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(root)}
         command = [sys.executable, "-c", SCRIPT]
         return subprocess.run(command, cwd=root, env=environment, check=True, capture_output=True, text=True).stdout
 
-    assert run(seed) == run("0")
+    first = run("1")
+    assert "active_args" in first and "slot_idx_host" in first
+    assert run("2") == first
