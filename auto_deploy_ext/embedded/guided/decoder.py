@@ -16,10 +16,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from ...hostfuncs import HostFuncOwner, hostfunc, use_owner
-from .grammar import BITS, GrammarState
+from .grammar import BITS, BitMask, GrammarState
 
 
 class GuidedError(RuntimeError):
@@ -57,16 +58,16 @@ class _Mask:
     def __init__(self, rows: int, vocab_size: int, token_ids: torch.Tensor, device: torch.device) -> None:
         words = -(-vocab_size // BITS)
         pinned = device.type == "cuda"
-        self.host = torch.full((rows, words), -1, dtype=torch.int32)
+        self.host: BitMask = np.full((rows, words), -1, dtype=np.int32)
         self._staging = torch.full((rows, words), -1, dtype=torch.int32, pin_memory=pinned)
-        self._numpy, self._staging_numpy = self.host.numpy(), self._staging.numpy()
+        self._staging_numpy = self._staging.numpy()
         self._device = torch.full((rows, words), -1, dtype=torch.int32, device=device)
         self._word = (token_ids // BITS).to(device)
         self._shift = (token_ids % BITS).to(torch.int32).to(device)
 
     def publish(self, rows: int) -> None:
         """Host side: make what was filled ready to be copied."""
-        self._staging_numpy[:rows] = self._numpy[:rows]
+        self._staging_numpy[:rows] = self.host[:rows]
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Copy the mask to the device and forbid what it forbids; ``[rows, tokens]``, in place."""
@@ -226,7 +227,7 @@ class GuidedDecoder:
     def _fill_target(self, num_logits: int) -> None:
         """Fetch the batch and fill the mask of every row of logits."""
         self._batch = None
-        self._target_mask.host.fill_(-1)
+        self._target_mask.host.fill(-1)
         try:
             if not self._queue:
                 raise GuidedError("no batch is queued: add_batch was not called before this forward")
@@ -271,7 +272,7 @@ class GuidedDecoder:
 
     def _fill_draft(self, num_sequences: int, draft: int, last: bool) -> None:
         """Follow what was sampled before this draft and fill its mask; after the last draft, roll back."""
-        self._draft_mask.host.fill_(-1)
+        self._draft_mask.host.fill(-1)
         try:
             if draft == 0:
                 self._accept()

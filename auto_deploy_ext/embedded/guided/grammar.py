@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
 BITS = 32
 """Tokens per word of a bitmask."""
+
+BitMask = npt.NDArray[np.int32]
 
 
 class MissingExtraError(ImportError):
@@ -112,7 +115,7 @@ class TextRules:
         tokens = vocabulary.tokens
         sound = [self._is_sound(token) and not (json_text and any(b < 0x20 for b in token)) for token in tokens]
         words = -(-logits_size // BITS)
-        self._allowed: dict[int, torch.Tensor] = {}
+        self._allowed: dict[int, BitMask] = {}
         self._flags: dict[int, list[bool]] = {}
         for lead in (0, *_SECOND_BYTES):
             seconds = _SECOND_BYTES.get(lead)
@@ -120,11 +123,10 @@ class TextRules:
                 ok and (seconds is None or not token or token[0] in seconds)
                 for token, ok in zip(tokens, sound, strict=True)
             ]
-            bits = torch.zeros(words * BITS, dtype=torch.int64)
-            bits[: len(flags)] = torch.tensor(flags, dtype=torch.int64)
-            packed = (bits.view(words, BITS) << torch.arange(BITS)).sum(dim=1)
+            bits = np.zeros(words * BITS, dtype=np.uint8)
+            bits[: len(flags)] = flags
             self._flags[lead] = flags
-            self._allowed[lead] = packed.to(torch.int32)
+            self._allowed[lead] = np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
         self._leads = [token[-1] if token and token[-1] in _SECOND_BYTES else 0 for token in tokens]
 
     @staticmethod
@@ -132,9 +134,9 @@ class TextRules:
         pairs = itertools.pairwise(token)
         return all(second in _SECOND_BYTES[first] for first, second in pairs if first in _SECOND_BYTES)
 
-    def restrict(self, mask: torch.Tensor, lead: int) -> None:
+    def restrict(self, mask: BitMask, lead: int) -> None:
         """Forbid in a mask ``[words]`` what may not follow a text that ends in `lead`."""
-        mask.bitwise_and_(self._allowed[lead])
+        np.bitwise_and(mask, self._allowed[lead], out=mask)
 
     def allows(self, token: int, lead: int) -> bool:
         """Whether a token may follow."""
@@ -166,13 +168,14 @@ class GrammarState:
         """Whether the text has ended: nothing can follow."""
         return self._matcher.is_terminated()
 
-    def fill(self, bits: torch.Tensor, row: int) -> None:
-        """Write the tokens that may follow into a row of an int32 bitmask ``[rows, words]`` on the host.
+    def fill(self, bits: BitMask, row: int) -> None:
+        """Write the tokens that may follow into a row of an int32 bitmask ``[rows, words]``.
 
+        The bitmask is numpy's, as torch might call CUDA while it hands a tensor to xgrammar.
         After the end every token may follow: whoever asked for the text takes none of them.
         """
         if self.failed or self.terminated:
-            bits[row].fill_(-1)
+            bits[row] = -1
         else:
             self._matcher.fill_next_token_bitmask(bits, row)
             self._rules.restrict(bits[row], self._leads[-1])

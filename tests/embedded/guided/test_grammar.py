@@ -6,8 +6,8 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +20,7 @@ COMPILER = GrammarCompiler(Vocabulary.of_bytes(VOCAB_SIZE, EOS))
 
 def allowed(state: GrammarState) -> list[int]:
     """The tokens that may follow."""
-    bits = torch.zeros(1, -(-VOCAB_SIZE // 32), dtype=torch.int32)
+    bits = np.zeros((1, -(-VOCAB_SIZE // 32)), dtype=np.int32)
     state.fill(bits, 0)
     return [token for token in range(VOCAB_SIZE) if (int(bits[0, token // 32]) >> (token % 32)) & 1]
 
