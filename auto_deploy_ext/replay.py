@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from auto_deploy_ext import host_mirrors
+from auto_deploy_ext import host_mirrors, sanitizer
 from auto_deploy_ext import metadata_arithmetic as arithmetic
 from auto_deploy_ext.mirrors import Transfer
 
@@ -96,13 +96,14 @@ def replay(info: Any, mutation: str, names: tuple[str, ...], operand: Callable[[
     written = set(host_mirrors.stale_names(info)).intersection(names)
     idle = {name for name in written if not _is_moved(info, name)}
     moved = sorted(written - idle)
-    if moved:
-        # All new values first: they follow from the old ones.
-        values = ARITHMETIC[mutation](_Mirrors(info), moved, operand)
-        host_mirrors.before_host_write(info)
-        for name in moved:
-            host_mirrors.host_view(info, name)[: values[name].numel()].copy_(values[name])
-    host_mirrors.mark_fresh(info, sorted(written))
+    with sanitizer.unpoisoned(info._input_buffer):
+        if moved:
+            # All new values first: they follow from the old ones.
+            values = ARITHMETIC[mutation](_Mirrors(info), moved, operand)
+            host_mirrors.before_host_write(info)
+            for name in moved:
+                host_mirrors.host_view(info, name)[: values[name].numel()].copy_(values[name])
+        host_mirrors.mark_fresh(info, sorted(written))
 
 
 def _split_pool(name: str) -> tuple[str, str]:
@@ -130,6 +131,7 @@ class _Mirrors:
 
     def whole(self, name: str) -> torch.Tensor:
         """A mirror, `[capacity]`."""
+        sanitizer.check_old_value(self._info._input_buffer, name)
         return host_mirrors.host_view(self._info, name)
 
     def rows(self, name: str, extra: int = 0) -> torch.Tensor:

@@ -56,8 +56,9 @@ def sanitize(info: Any, module: nn.Module | None = None) -> Iterator[Sanitizer]:
 
     Consumers are: any GraphModule that is called, and any module that carries `meta["active_args"]`, as a compiled
     replacement of one does, for the mirrors among its arguments (every active one where it takes `**kwargs`);
-    `run_host_prepare_for_attention_forward`; `get_arg("x_host")` from outside SequenceInfo; `unnest_sequences`; and
-    what `register_host_reader` adds. It does not matter whether a rewritten graph or an eager wrapper calls them.
+    `run_host_prepare_for_attention_forward`; `get_arg("x_host")` from outside SequenceInfo; `unnest_sequences`; what
+    `register_host_reader` adds; and the arithmetic by which strategy `replay` repeats a mutation on the host. It does
+    not matter whether a rewritten graph or an eager wrapper calls them.
 
     A mirror is stale once its buffer was written on the device, by a registered mutation or in place through a view,
     until a transfer, a new batch or a computation on the host brings it up to date. Meanwhile it holds absurd values
@@ -96,16 +97,32 @@ def sanitize(info: Any, module: nn.Module | None = None) -> Iterator[Sanitizer]:
         sanitizer.remove()
 
 
-def restore(buffer: Any, names: Iterable[str]) -> None:
-    """Give stale mirrors their old values back, for a computation on the host that starts from them.
+@contextmanager
+def unpoisoned(buffer: Any) -> Iterator[None]:
+    """Give stale mirrors their old values for a computation on the host that starts from them.
 
     Args:
-        buffer: an InputBuffer; where it is not being sanitized nothing happens.
-        names: names of buffers or mirrors. They may be poisoned again after the next mutation.
+        buffer: an InputBuffer; where it is not being sanitized nothing happens. Mirrors that are still stale at the
+            end are poisoned again.
+    """
+    sanitizer: Sanitizer | None = getattr(buffer, _SANITIZER, None)
+    if sanitizer is None:
+        yield
+        return
+    sanitizer.restore()
+    yield
+    sanitizer.update()
+
+
+def check_old_value(buffer: Any, name: str) -> None:
+    """Check that a mirror was fresh before the mutation that has just run, for one who repeats it on the host.
+
+    Raises:
+        StaleHostMirrorError: the buffer is being sanitized, and the mirror was stale.
     """
     sanitizer: Sanitizer | None = getattr(buffer, _SANITIZER, None)
     if sanitizer is not None:
-        sanitizer.restore(names)
+        sanitizer.check_old_value(buffer_of(name))
 
 
 def poison_(mirror: torch.Tensor, device: torch.Tensor) -> None:
@@ -171,6 +188,9 @@ class Sanitizer:
         self._undo: list[Callable[[], None]] = []
         self._running: list[MutationSpec] = []
         self._writers: dict[str, str] = {}
+        #: the last mutation, and what was stale before it, by whose doing.
+        self._last = ""
+        self._stale_before: dict[str, str] = {}
         self._suspended = False
         self.checked = 0
 
@@ -268,18 +288,24 @@ class Sanitizer:
 
     @contextmanager
     def _writing(self, spec: MutationSpec) -> Iterator[None]:
+        if not self._running:
+            self._last = spec.name
+            self._stale_before = {name: self._writer_of(name) for name in self._stale()}
         self._running.append(spec)
         try:
             yield
         finally:
             self._running.pop()
             if not self._running:
-                self._update()
+                self.update()
 
     def _current_writer(self) -> str | None:
         """The outermost mutation that is running; one that starts a batch only where no other runs inside."""
         named = [spec.name for spec in self._running if not spec.restages] or [s.name for s in self._running]
         return named[0] if named else None
+
+    def _writer_of(self, name: str) -> str:
+        return self._writers.get(name, "an unknown call")
 
     def _naming_writer(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def note(names: str | Iterable[str]) -> None:
@@ -316,7 +342,7 @@ class Sanitizer:
         if written:
             self._mirrors.mark_stale(written)
             self._writers.update(dict.fromkeys(written, operator))
-            self._update()
+            self.update()
 
     def _note_equal(self) -> None:
         """Count stale mirrors that equal their buffers as fresh: the mutation wrote both, or did nothing."""
@@ -328,7 +354,8 @@ class Sanitizer:
 
     # -- poison --------------------------------------------------------------------------------------------------
 
-    def _update(self) -> None:
+    def update(self) -> None:
+        """Poison what is stale now."""
         self._settle()
         self._poison()
 
@@ -353,15 +380,13 @@ class Sanitizer:
             poisoned[name] = _Poisoned(saved, mirror.get(name, 0), device[name])
             poison_(memory, self._buffer.get_view(name))
 
-    def restore(self, names: Iterable[str] | None = None) -> None:
-        """Give stale mirrors their old values back; see `restore`. All of them without `names`."""
+    def restore(self) -> None:
+        """Give stale mirrors their old values back."""
         self._settle()
-        poisoned = self._poisoned
-        for name in list(poisoned) if names is None else map(buffer_of, names):
-            entry = poisoned.pop(name, None)
-            if entry is not None:
-                memory = _host_memory(self._buffer, name)[: entry.saved.numel()]
-                memory.copy_(entry.saved[: memory.numel()])
+        for name, entry in self._poisoned.items():
+            memory = _host_memory(self._buffer, name)[: entry.saved.numel()]
+            memory.copy_(entry.saved[: memory.numel()])
+        self._poisoned.clear()
 
     # -- reads ---------------------------------------------------------------------------------------------------
 
@@ -405,7 +430,14 @@ class Sanitizer:
         self._buffer.get_host_view(min(reads))  # waits, as every reader does, for copies that nobody claimed
         self._settle()
         for name in sorted(reads.intersection(self._stale())):
-            raise StaleHostMirrorError(mirror_of(name), consumer, self._writers.get(name, "an unknown call"))
+            raise StaleHostMirrorError(mirror_of(name), consumer, self._writer_of(name))
+
+    def check_old_value(self, name: str) -> None:
+        """See the function of that name."""
+        self.checked += 1
+        if name in self._stale_before:
+            consumer = f"{self._last} on the host"
+            raise StaleHostMirrorError(mirror_of(name), consumer, self._stale_before[name])
 
 
 def _mirrors_among_arguments(module: nn.Module) -> tuple[str, ...] | None:

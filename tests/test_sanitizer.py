@@ -22,7 +22,7 @@ from auto_deploy_ext import (
     sanitize,
     trace_orchestrator,
 )
-from auto_deploy_ext.effects import HOST_READERS, MUTATIONS
+from auto_deploy_ext.effects import HOST_READERS, MUTATIONS, buffer_of, mirror_of
 from auto_deploy_ext.embedded.config import load_config
 from auto_deploy_ext.embedded.custom_ops.batch_info import BatchInfo
 from auto_deploy_ext.embedded.custom_ops.sequence_info import SequenceInfo
@@ -31,7 +31,7 @@ from auto_deploy_ext.embedded.pipeline import build_pipeline
 from auto_deploy_ext.orchestrator import ops
 from auto_deploy_ext.orchestrator.dispatch import original_forward
 from auto_deploy_ext.refresh import bring_up_to_date, ensure_fresh
-from auto_deploy_ext.sanitizer import poison_, restore
+from auto_deploy_ext.sanitizer import poison_, unpoisoned
 from auto_deploy_ext.scoping import ScopeOptions, scope_graphs
 from tests.orchestrator_programs import OFFSET, SWITCH, build, consumer, make_interface, walk
 
@@ -75,13 +75,17 @@ class Wrapper(nn.Module):
 # -- what it accepts -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("strategy", ["override", "copy", "replay"])
 @pytest.mark.parametrize("config", ["eagle3_llama", "eagle3_llama_paged", "mtp_hybrid"])
-def test_the_decodes_of_shipped_configs_pass_before_and_after_the_pass(config: str) -> None:
-    pipeline = build_pipeline(load_config(config))
+def test_the_decodes_of_shipped_configs_pass_before_and_after_the_pass(config: str, strategy: str) -> None:
+    if config != "eagle3_llama_paged" and strategy != "replay":
+        pytest.skip("its draft loop reads no mirror, whatever the strategy")
+    pipeline = build_pipeline(load_config(config, overrides={"transforms.scope_host_mirrors.strategy": strategy}))
     prompts = [[1, 2, 3], [4, 5, 6, 7, 8]]
 
-    def decode() -> list[list[int]]:
-        return [output.tokens for output in generate(pipeline.model, pipeline.cm, prompts, 4).outputs]
+    def decode() -> tuple[list[list[int]], list[int]]:
+        result = generate(pipeline.model, pipeline.cm, prompts, 6)
+        return [output.tokens for output in result.outputs], result.accepted
 
     expected = decode()
     with sanitize(pipeline.cm) as rewritten:
@@ -275,7 +279,7 @@ BUFFERS = ("cu_seqlen", "input_pos", "seq_len", "cu_num_pages", "cu_num_pages_g1
 MIRRORS = tuple(f"{name}_host" for name in BUFFERS)
 INTERFACES = [
     make_interface(MIRRORS, pools=2, prepared=["input_pos_host"]),
-    make_interface(MIRRORS[::2], pools=2, prepared=["seq_len_host"]),
+    make_interface(("cu_num_pages_host", "cu_num_pages_g1_host", "seq_len_host"), pools=2, prepared=["seq_len_host"]),
 ]
 steps = st.lists(
     st.one_of(
@@ -287,6 +291,16 @@ steps = st.lists(
     max_size=9,
 )
 consumers = st.fixed_dictionaries({n: st.lists(st.sampled_from(MIRRORS), unique=True, max_size=3) for n in "ab"})
+
+
+READERS = (
+    "a",
+    "b",
+    "get_arg",
+    "run_host_prepare_for_attention_forward",
+    f"{SWITCH} on the host",
+    f"{OFFSET} on the host",
+)
 
 
 def run(gm: GraphModule, cm: Any) -> Iterator[StaleHostMirrorError]:
@@ -307,32 +321,52 @@ def drop_entry_checks(gm: GraphModule) -> None:
     gm.recompile()
 
 
+def needed(gm: GraphModule) -> Iterator[tuple[Any, str, Any]]:
+    """Every name by which a rewritten graph brings a mirror up to date: its node, the name, and how to leave it out."""
+
+    def of_argument(node: Any, index: int) -> Iterator[tuple[Any, str, Any]]:
+        names = node.args[index]
+        return ((node, n, lambda kept: node.update_arg(index, kept)) for n in names)
+
+    def of_keyword(node: Any, key: str) -> Iterator[tuple[Any, str, Any]]:
+        names = node.kwargs.get(key) or ()
+        return ((node, n, lambda kept: node.update_kwarg(key, kept)) for n in names)
+
+    for node in walk(gm):
+        if node.target is ops.mutate:
+            yield from of_keyword(node, "active_args")
+            yield from of_keyword(node, "replays")
+        elif node.target in (bring_up_to_date, ops.start_mirrors):
+            yield from of_argument(node, 1)
+
+
+def names_of(node: Any, name: str) -> tuple[str, ...]:
+    """The list of a node that has a name."""
+    lists = (node.args[1], *(node.kwargs.get(key) or () for key in ("active_args", "replays")))
+    return next(names for names in lists if isinstance(names, tuple) and name in names)
+
+
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
-@given(steps, consumers, st.sampled_from([0, 1]))
+@given(steps, consumers, st.sampled_from([0, 1]), st.sampled_from(["override", "copy", "replay", "auto"]))
 def test_every_rewritten_program_passes_and_none_does_without_a_mirror_it_needs(
-    steps: Any, consumers: Any, which: int
+    steps: Any, consumers: Any, which: int, strategy: str
 ) -> None:
     cm = INTERFACES[which]
     consumers = {k: [n for n in names if n in cm.info._active_args] for k, names in consumers.items()}
     gm = build(steps, consumers)
-    scope_graphs({"graph": gm}, cm, ScopeOptions(strategy="override"))
+    scope_graphs({"graph": gm}, cm, ScopeOptions(strategy=strategy))
     drop_entry_checks(gm)
     assert list(run(gm, cm)) == []
-    for node in walk(gm):
-        if node.target is ops.mutate and node.kwargs.get("active_args"):
-            names, leave = node.kwargs["active_args"], lambda n, kept: n.update_kwarg("active_args", kept)
-        elif node.target is bring_up_to_date:
-            names, leave = node.args[1], lambda n, kept: n.update_arg(1, kept)
-        else:
-            continue
-        for name in names:
-            leave(node, tuple(n for n in names if n != name))
-            gm.recompile()
-            found = list(run(gm, cm))
-            assert name in [error.mirror for error in found]
-            assert {e.consumer for e in found} <= {"a", "b", "get_arg", "run_host_prepare_for_attention_forward"}
-            assert {e.mutation for e in found} <= {SWITCH, OFFSET, "copy_", "add_"}
-        leave(node, names)
+    for node, name, leave in list(needed(gm)):
+        names = names_of(node, name)
+        leave(tuple(n for n in names if n != name))
+        gm.recompile()
+        found = list(run(gm, cm))
+        assert mirror_of(buffer_of(name)) in [error.mirror for error in found], (node.format_node(), name)
+        for error in found:
+            assert error.consumer in READERS
+            assert error.mutation in (SWITCH, OFFSET, "copy_", "add_")
+        leave(names)
     gm.recompile()
     assert list(run(gm, cm)) == []
 
@@ -383,21 +417,23 @@ def test_a_stale_mirror_holds_nothing_plausible_and_its_old_value_can_be_had() -
         assert ((shown[1:] - shown[:-1]).abs() > 2**28).all()
         assert (shown.to(torch.int32).diff().abs() > 2**28).all()
         assert torch.equal(mirror(cm, "slot_idx"), torch.tensor([0, 1])), "that one is fresh"
-        restore(buffers(cm), ["cu_seqlen_host", "slot_idx"])
-        assert torch.equal(mirror(cm, "cu_seqlen"), old)
+        with unpoisoned(buffers(cm)):
+            assert torch.equal(mirror(cm, "cu_seqlen"), old)
+        assert not torch.equal(mirror(cm, "cu_seqlen"), old)
 
 
-def test_restored_mirrors_are_poisoned_again_by_the_next_mutation_unless_they_are_fresh() -> None:
+def test_what_the_host_computes_from_old_values_is_kept_and_the_rest_is_absurd_again() -> None:
     cm = make_interface()
     decode_batch(cm)
     buffer = buffers(cm)
     with sanitize(cm.info):
         cm.info.offset_pos_and_cache_(offsets(1, 2))
-        restore(buffer, ["input_pos", "seq_len_with_cache"])
-        # What a replay on the host does: the same arithmetic, then the mirror is as new as the device.
-        mirror(cm, "input_pos").add_(offsets(1, 2))
-        buffer.mark_mirror("input_pos", buffer.device_version["input_pos"])
+        with unpoisoned(buffer):
+            # What a replay on the host does: the same arithmetic, then the mirror is as new as the device.
+            mirror(cm, "input_pos").add_(offsets(1, 2))
+            buffer.mark_mirror("input_pos", buffer.device_version["input_pos"])
         assert cm.get_arg("input_pos_host", truncate=True).tolist() == [8, 4]
+        assert mirror(cm, "seq_len_with_cache").abs().min() > 2**28
         cm.info.copy_("seq_len", offsets(1, 1))
         assert mirror(cm, "input_pos").tolist() == [8, 4]
         assert mirror(cm, "seq_len_with_cache").abs().min() > 2**28
@@ -479,8 +515,8 @@ def test_tracing_inside_neither_raises_nor_loses_the_old_values() -> None:
         graph_module = trace_orchestrator(Reads(), cm)
         assert SWITCH in graph_module.code
         assert mirror(cm, "seq_len").abs().min() > 2**28
-        restore(buffers(cm), ["seq_len"])
-        assert torch.equal(mirror(cm, "seq_len"), old)
+        with unpoisoned(buffers(cm)):
+            assert torch.equal(mirror(cm, "seq_len"), old)
 
 
 # -- coming and going ----------------------------------------------------------------------------------------------
