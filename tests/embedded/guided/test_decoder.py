@@ -25,6 +25,8 @@ from auto_deploy_ext.hostfuncs import HostFuncError, HostFuncOwner, OrderedLayer
 
 from .conftest import EOS, VOCAB_SIZE
 
+pytest.importorskip("xgrammar", reason="guided decoding needs extra guided")
+
 COMPILER = GrammarCompiler(Vocabulary.of_bytes(VOCAB_SIZE, EOS))
 AB = GrammarSpec.regex("(ab)*c{1,2}")
 #: a draft vocabulary of a, b, c, z and the end.

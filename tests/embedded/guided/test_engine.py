@@ -22,6 +22,8 @@ from auto_deploy_ext.orchestrator.dispatch import dispatcher_of
 
 from .conftest import IMAGE
 
+pytest.importorskip("xgrammar", reason="guided decoding needs extra guided")
+
 PERSON = {
     "type": "object",
     "properties": {

@@ -15,6 +15,8 @@ from auto_deploy_ext.embedded.guided import GrammarCompiler, GrammarError, Gramm
 
 from .conftest import EOS, VOCAB_SIZE
 
+pytest.importorskip("xgrammar", reason="guided decoding needs extra guided")
+
 COMPILER = GrammarCompiler(Vocabulary.of_bytes(VOCAB_SIZE, EOS))
 
 
