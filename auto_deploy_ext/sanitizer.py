@@ -24,6 +24,9 @@ from auto_deploy_ext.effects import HOST_READERS, MUTATIONS, HostReader, Mutatio
 #: attributes of an InputBuffer, there only while it is sanitized: the sanitizer, and what poisoned mirrors held.
 _SANITIZER, _POISON = "_sanitizer", "_sanitizer_poison"
 
+#: where an orchestrator that cannot be traced gets its mirrors from; imported here it would be a cycle.
+_HOOKS = "auto_deploy_ext.hooks"
+
 #: readers that SequenceInfo's own code uses for whatever is active: from there they are no consumer.
 _USED_WITHIN = frozenset({"get_arg"})
 
@@ -392,18 +395,24 @@ class Sanitizer:
 
     def _reading(self, reader: HostReader, call: Callable[..., Any]) -> Callable[..., Any]:
         def read(*args: Any, **kwargs: Any) -> Any:
-            if reader.name not in _USED_WITHIN or not self._is_method_of_info(sys._getframe(2)):
+            if reader.name not in _USED_WITHIN or not self._is_method_of_info(sys._getframe(1)):
                 self.check(reader.name, reader.read(self._info, args, kwargs))
             return call(*args, **kwargs)
 
         return read
 
-    def _is_method_of_info(self, frame: FrameType) -> bool:
-        return frame.f_locals.get("self") is self._info
+    def _is_method_of_info(self, frame: FrameType | None) -> bool:
+        """Whether a call comes from SequenceInfo's own code, wrappers like the ones here aside."""
+        while frame is not None and frame.f_globals.get("__name__") in (__name__, _HOOKS):
+            frame = frame.f_back
+        return frame is not None and frame.f_locals.get("self") is self._info
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if module not in self._module_names:
             self.name_modules(module)
+        for hook in module._forward_pre_hooks.values():
+            if hook.__module__ == _HOOKS:
+                hook(module, args, {})  # mirrors on demand; this hook would come after ours
         mirrors = _mirrors_among_arguments(module)
         if mirrors != ():
             self.check(self._module_names.get(module, type(module).__name__), mirrors)

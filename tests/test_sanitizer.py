@@ -32,7 +32,7 @@ from auto_deploy_ext.orchestrator import ops
 from auto_deploy_ext.orchestrator.dispatch import original_forward
 from auto_deploy_ext.refresh import bring_up_to_date, ensure_fresh
 from auto_deploy_ext.sanitizer import poison_, unpoisoned
-from auto_deploy_ext.scoping import ScopeOptions, scope_graphs
+from auto_deploy_ext.scoping import ScopeOptions, scope_graphs, scope_module
 from tests.orchestrator_programs import OFFSET, SWITCH, build, consumer, make_interface, walk
 
 PAGED = ("cu_num_pages_host", "cu_seqlen_host", "last_page_len_host", "seq_len_with_cache_host")
@@ -103,6 +103,17 @@ def test_an_eager_wrapper_that_mirrors_everything_or_enough_passes() -> None:
         with sanitize(cm.info) as sanitizer:
             Wrapper(*PAGED, override=override)(cm)
         assert sanitizer.checked == 1
+
+
+def test_mirrors_on_demand_pass_where_the_orchestrator_cannot_be_traced() -> None:
+    cm = make_interface(PAGED)
+    wrapper = Wrapper(*PAGED)
+    scope_module(wrapper, cm, ScopeOptions(mode="hooks"))
+    extend_batch(cm)
+    with sanitize(cm) as sanitizer, record_mirrors(cm) as transfers:
+        wrapper(cm)
+    assert sanitizer.checked == 1
+    assert [t.names for t in transfers] == [PAGED]
 
 
 def test_building_named_args_is_no_read() -> None:
