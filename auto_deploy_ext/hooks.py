@@ -6,8 +6,8 @@ exactly its stale mirrors up to date right before it runs.
 
 Rules:
 
-1. Consumers are the GraphModules below the wrapper, and what replaced them, as far as these say what they read; a
-   GraphModule that takes `**kwargs` reads everything; any other module reads the mirrors among its keyword arguments.
+1. Consumers are the GraphModules below the wrapper, annotated modules, and what takes their place later; a GraphModule
+   that takes `**kwargs` reads everything; any other module reads the mirrors among its keyword arguments.
 2. `run_host_prepare_for_attention_forward`, `get_arg("x_host")`, `unnest_sequences` and every registered host reader
    are consumers too. `named_args` is not, because it names every argument: a mirror that the wrapper's own Python takes
    out of it and reads must be asked for by `get_arg`.
@@ -33,7 +33,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from auto_deploy_ext import host_mirrors
-from auto_deploy_ext.active_args import consumer_args
+from auto_deploy_ext.active_args import META_KEY, consumer_args
 from auto_deploy_ext.consumer_check import ConsumerCheck
 from auto_deploy_ext.effects import (
     BUILT_IN_MUTATIONS,
@@ -90,7 +90,7 @@ class HookedForward(ReboundForward):
         if interface is None or self.bypassed:
             return self.original(*args, **kwargs)
         self._hook_consumers()
-        reads = {id(module): self.reads[path] for path, module in self._hooked.items()}
+        reads = {id(module): (path, self.reads[path]) for path, module in self._hooked.items()}
         with _demand(interface, reads) as demand:
             result = self.original(*args, **kwargs)
             demand.bring(self.live_out, "live_out")
@@ -142,9 +142,8 @@ def find_consumers(owner: nn.Module) -> dict[str, tuple[str, ...] | None]:
     for path, module in owner.named_modules(remove_duplicate=False):
         if not path or any(path.startswith(f"{outer}.") for outer in found) or is_orchestrator_graph(module):
             continue
-        names = consumer_args(module)
-        if names is not None or isinstance(module, GraphModule):
-            found[path] = names
+        if isinstance(module, GraphModule) or META_KEY in (getattr(module, "meta", None) or ()):
+            found[path] = consumer_args(module)
     return found
 
 
@@ -166,12 +165,11 @@ def fetch_before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     demand = _active.get()
     if demand is None:
         return
-    reads = demand.reads.get(id(module), ())
+    path, reads = demand.reads.get(id(module)) or (type(module).__name__, tuple(filter(is_mirror, kwargs)))
     if reads is None:
-        demand.bring_all(type(module).__name__)
+        demand.bring_all(path)
     else:
-        named = (name for name in kwargs if is_mirror(name)) if not reads else ()
-        demand.bring((*reads, *named), type(module).__name__)
+        demand.bring(reads, path)
 
 
 # -- one forward ------------------------------------------------------------------------------------------------------
@@ -180,7 +178,7 @@ def fetch_before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 class _Demand:
     """What happens to the mirrors of one interface during one forward."""
 
-    def __init__(self, interface: Any, reads: dict[int, Reads]) -> None:
+    def __init__(self, interface: Any, reads: dict[int, tuple[str, Reads]]) -> None:
         self.interface = interface
         self.info = getattr(interface, "info", interface)
         self.reads = reads
@@ -282,7 +280,7 @@ _active: ContextVar[_Demand | None] = ContextVar("auto_deploy_ext_demand", defau
 
 
 @contextmanager
-def _demand(interface: Any, reads: dict[int, Reads]) -> Iterator[_Demand]:
+def _demand(interface: Any, reads: dict[int, tuple[str, Reads]]) -> Iterator[_Demand]:
     demand = _Demand(interface, reads)
     token = _active.set(demand)
     try:

@@ -41,7 +41,8 @@ class Dispatcher(ReboundForward):
         owner: the wrapper.
         parameter: the parameter that receives the interface.
         variants: rewritten graphs, tried in this order (the one that ran last is tried first).
-        recipe: traces and rewrites a variant for a batch that no guard accepts; None: never.
+        recipe: traces and rewrites a variant for a batch that no guard accepts; None: never. Its method `uncovered`, where
+            it has one, gives what runs such a batch in place of the original forward.
         max_variants: how many variants are kept at most; beyond it such batches run the original forward.
         original: the forward that was bound on the wrapper instance before, None for its class's.
     """
@@ -62,6 +63,7 @@ class Dispatcher(ReboundForward):
         self._variants: list[OrchestratorGraph] | None = list(variants.values())
         self._last = 0
         self._refused: set[str] = set()
+        self._fallback: Callable[..., Any] | None = None
 
     @property
     def variants(self) -> list[OrchestratorGraph]:
@@ -82,7 +84,15 @@ class Dispatcher(ReboundForward):
             check_graph(variant, self.owner)
             return variant(interface)
         self._learn(interface)
-        return self.original(*args, **kwargs)
+        return self._uncovered(*args, **kwargs)
+
+    @property
+    def _uncovered(self) -> Callable[..., Any]:
+        """What runs a batch that no variant covers."""
+        if self._fallback is None:
+            make = getattr(self.recipe, "uncovered", None)
+            self._fallback = self.original if make is None else make(self.owner, self.parameter)
+        return self._fallback
 
     def _interface_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The interface when nothing else was passed; other arguments belong to the original forward."""
@@ -122,7 +132,8 @@ class Dispatcher(ReboundForward):
         states = self._states
         if self._variants is not None:
             states = [_VariantState(g.variant, graph_to_state(g.graph), g.guards, dict(g.meta)) for g in self._variants]
-        return {**super()._state(), "_states": states, "_variants": None, "_refused": set(self._refused)}
+        derived = {"_states": states, "_variants": None, "_refused": set(self._refused), "_fallback": None}
+        return {**super()._state(), **derived}
 
 
 def dispatcher_of(module: nn.Module) -> Dispatcher | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 #: variant names in the order in which a dispatcher tries them: the batch of the steady state comes first.
@@ -54,14 +55,25 @@ def set_batch(interface: Any, kind: str, draft_len: int) -> None:
     cu_pages = [0]
     for count in pages:
         cu_pages.append(cu_pages[-1] + count)
-    pools = 1 + len(getattr(info, "_window_groups", ()) or ())
     info.nest_sequences(
         [0] * cu_seqlen[-1],
         cu_seqlen,
         [cached for _, cached in rows],
         batch_info=[len(prefill), sum(prefill), len(extend), sum(extend), decode, decode],
         slot_idx=list(range(len(rows))),
-        cache_loc_per_pool=[list(range(cu_pages[-1]))] * pools,
-        cu_num_pages_per_pool=[cu_pages] * pools,
-        extra_page_per_seq_per_pool=[[-1] * len(rows)] * pools,
+        **page_arguments(info, list(range(cu_pages[-1])), cu_pages, [-1] * len(rows)),
     )
+
+
+def page_arguments(
+    info: Any, cache_loc: list[int], cu_num_pages: list[int], extra_page_per_seq: list[int]
+) -> dict[str, Any]:
+    """The keyword arguments by which `nest_sequences` is given pages, as lists per pool or, by early releases, as such.
+
+    A pool that is not given has the pages of the first.
+    """
+    pages = {"cache_loc": cache_loc, "cu_num_pages": cu_num_pages, "extra_page_per_seq": extra_page_per_seq}
+    parameters = inspect.signature(info.nest_sequences).parameters
+    if "cache_loc_per_pool" in parameters:
+        return {f"{name}_per_pool": [values] for name, values in pages.items()}
+    return pages
