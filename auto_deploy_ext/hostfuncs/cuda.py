@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, MutableSequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -40,7 +40,7 @@ def _check(code: int, what: str) -> None:
         raise LaunchError(f"{what} failed with CUDA error {int(code)}")
 
 
-def _with_ctypes() -> Launcher:
+def _launcher() -> Launcher:
     """`cudaLaunchHostFunc` of the runtime that torch has loaded; `ctypes.CDLL` releases the GIL around the call."""
     library = ctypes.CDLL(_cudart_path())
     function = library.cudaLaunchHostFunc
@@ -63,23 +63,6 @@ def _cudart_path() -> str:
     return f"libcudart.so.{(torch.version.cuda or '13').split('.')[0]}"
 
 
-def _with_cuda_python() -> Launcher:
-    """`cudaLaunchHostFunc` of cuda-python, which releases the GIL around the call."""
-    from cuda.bindings import runtime  # type: ignore[import-not-found]
-
-    address = ctypes.cast(_trampoline, ctypes.c_void_p).value
-    function = runtime.cudaHostFn_t(address)
-
-    def launch(stream: int, number: int) -> None:
-        (code,) = runtime.cudaLaunchHostFunc(runtime.cudaStream_t(stream), function, number)
-        _check(int(code), "cudaLaunchHostFunc (cuda-python)")
-
-    return launch
-
-
-_LAUNCHERS: dict[str, Callable[[], Launcher]] = {"ctypes": _with_ctypes, "cuda-python": _with_cuda_python}
-
-
 class _CudaGraph(Graph):
     """A `torch.cuda.CUDAGraph` and what its function returned."""
 
@@ -99,18 +82,15 @@ class CudaLayer(LaunchLayer):
 
     Args:
         device: the device; the current one when left out.
-        launcher: whose `cudaLaunchHostFunc` is called.
     """
 
     name = "cuda"
 
-    def __init__(
-        self, device: torch.device | str | None = None, launcher: Literal["ctypes", "cuda-python"] = "ctypes"
-    ) -> None:
+    def __init__(self, device: torch.device | str | None = None) -> None:
         super().__init__()
         torch.cuda.init()
         self.device = torch.device(device if device is not None else torch.cuda.current_device())
-        self._launch = _LAUNCHERS[launcher]()
+        self._launch = _launcher()
         self._pool: Any = None
         self._side: torch.cuda.Stream | None = None
 

@@ -3,9 +3,10 @@
 An encoder is reached in four ways, and each meets the drain that transform `drain_hostfuncs` put before it:
 
 * embedding path: inside the wrapper's forward, for the images of its prefill rows (`place`);
-* item scheduling: before the forward, a few images at a time, for requests that wait (`schedule`);
-* prefetch: beside a forward that has been launched, on a side stream, for requests that come later; it is skipped while
-  host functions are pending, which is host state, so that all ranks skip alike (`prefetch`);
+* item scheduling: a few images at a time, for requests that are to join the next step, while a forward runs or between
+  two (`schedule`);
+* prefetch: beside a forward that has been launched, on a side stream, for requests that have no room yet; it is skipped
+  while host functions are pending, which is host state, so that all ranks skip alike (`prefetch`);
 * partial hits: whichever way, images in the encoder cache are left out; when all are there, no encoder runs and nothing
   is drained.
 """

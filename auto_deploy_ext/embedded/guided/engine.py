@@ -80,7 +80,8 @@ class GuidedEngine(Engine):
         layer: where host functions run; CUDA's on a CUDA device, else ordered calls.
         graphs: capture decode batches and replay them.
         encode: whether images are encoded inside the forward or scheduled before it.
-        prefetch: encode images of waiting requests beside a forward.
+        overlap: schedule images for the next step while a forward runs, rather than between two forwards.
+        prefetch: encode images of requests that have no room yet beside a forward, on a side stream.
         images_per_step: images encoded per step at most, by scheduling and prefetch each.
         encoder_cache_tokens: features that are kept.
         image_token_id: the placeholder in prompts; needed for requests with images.
@@ -104,6 +105,7 @@ class GuidedEngine(Engine):
         layer: LaunchLayer | None = None,
         graphs: bool = True,
         encode: Literal["forward", "schedule"] = "schedule",
+        overlap: bool = True,
         prefetch: bool = True,
         images_per_step: int = 2,
         encoder_cache_tokens: int = 4096,
@@ -117,6 +119,7 @@ class GuidedEngine(Engine):
         self.runner = GraphRunner(self.owner)
         self.graphs = graphs
         self.encode = encode
+        self.overlap = overlap
         self.prefetch = prefetch
         self.images: ImageEncoding | None = None
         if isinstance(model, VisionEagleWrapper) and image_token_id is not None:
@@ -270,7 +273,7 @@ class GuidedEngine(Engine):
             if self.encode == "forward" or self.images is None:
                 super()._admit()
             else:
-                if self.slot_allocator.num_free:
+                if self.slot_allocator.num_free and not (self.overlap and self._running):
                     self.images.schedule(self._waiting_ids())
                 ready: deque[tuple[int, Request]] = deque()
                 while self._waiting and self.images.is_encoded(self._waiting[0][0]):
@@ -330,8 +333,12 @@ class GuidedEngine(Engine):
 
     def _finish_forward(self) -> None:
         """What is done while a forward runs, and waiting for it."""
-        if self.images is not None and self.prefetch:
-            self.images.prefetch(self._waiting_ids())
+        if self.images is not None and self._waiting:
+            has_room = self.slot_allocator.num_free > 0
+            if has_room and self.overlap and self.encode == "schedule":
+                self.images.schedule(self._waiting_ids())
+            elif self.prefetch:
+                self.images.prefetch(self._waiting_ids())
         self.owner.synchronize()
         if self.images is not None:
             self.images.keep_new_features(self.cm)

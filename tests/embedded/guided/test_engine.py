@@ -327,13 +327,13 @@ def test_an_image_decides_what_is_said(engine_of, image):
 
 def test_prefetch_runs_beside_a_forward_when_nothing_is_pending(engine_of, layer, image, encoder_calls):
     engine = engine_of(layer, guided=False, images_per_step=1)
-    for number in range(5):  # one more than the batch has room for
-        engine.submit(request("p", image(60 + number), grammar=None, limit=6))
+    for number in range(6):  # two more than the batch has room for
+        engine.submit(request("p", image(60 + number), grammar=None, limit=40))
     while engine.has_work:
         engine.step()
     stats = engine.images.stats
     assert stats.images["prefetch"] > 0 and stats.prefetch_skipped == 0
-    assert sum(stats.images.values()) == len(encoder_calls) == 5
+    assert sum(stats.images.values()) == len(encoder_calls) == 6
 
 
 def trace_of(engine: GuidedEngine, requests: list[GuidedRequest]) -> list[tuple[Any, ...]]:
