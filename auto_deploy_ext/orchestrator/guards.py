@@ -159,6 +159,10 @@ class GuardBuilder:
         constant = self._constant(expected)
         self._require(node, lambda text: f"type({text}) is {constant}")
 
+    def require_generate_only(self, expected: bool) -> None:
+        """Guard that the batch is generate-only at entry, or that it is not."""
+        self._add(("" if expected else "not ") + "interface.info.batch_info.is_generate_only()")
+
     def require_attribute(self, path: str, expected: Any) -> None:
         """Guard that the wrapper's attribute `path` (dotted) equals `expected`."""
         self._add(f"owner.{path} == {self._constant(expected)}" if expected is not None else f"owner.{path} is None")

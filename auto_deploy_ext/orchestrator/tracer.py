@@ -25,7 +25,7 @@ from torch.fx import Graph, GraphModule, Node, Tracer
 from torch.overrides import TorchFunctionMode, is_tensor_method_or_property, resolve_name
 from torch.utils._pytree import tree_map, tree_map_only
 
-from auto_deploy_ext.effects import MUTATIONS
+from auto_deploy_ext.effects import BATCH_KIND_METHODS, MUTATIONS
 
 from . import ops
 from .errors import UntraceableError, where_in_source, where_in_traceback
@@ -137,6 +137,7 @@ class OrchestratorTracer(Tracer):
             )
         }
         self._attribute_proxies: dict[str, ValueProxy] = {}
+        self._kind_changed = False
         self._fixed: set[Node] = set()
         self._fake_mode = _HostStateIsReal(self._is_host_state)
         self._consumer_results: dict[Any, Any] = {}
@@ -246,6 +247,7 @@ class OrchestratorTracer(Tracer):
         proxy = self._wrap(node, value)
         if target in (ops.setitem, ops.call_inplace) and self._is_host_state(values[0]):
             self.guards.host_effect(node)
+            self._kind_changed = True
         return proxy
 
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *_: Any, **__: Any) -> Any:
@@ -452,8 +454,10 @@ class OrchestratorTracer(Tracer):
         if not is_pure_method(name) and name not in _NEUTRAL_METHODS:
             if value is self._interface.info.batch_info:
                 self.guards.host_effect(self._last_node())
+                self._kind_changed |= name in BATCH_KIND_METHODS
             elif value is self._interface or value is self._interface.info:
                 self.guards.opaque_effect(self._last_node(), f"{name}()")
+                self._kind_changed = True
         return result
 
     def _last_node(self) -> Node:
@@ -476,14 +480,27 @@ class OrchestratorTracer(Tracer):
             if not all(isinstance(item, str) for item in override):
                 raise UntraceableError(f"active_args_override of {name} is no set of names", where_in_source())
             kwargs["active_args"] = tuple(sorted(override))
+        spec = MUTATIONS[name]
+        found = self._guard_generate_only() if spec.generates is True else None
         result = self.record("call_function", ops.mutate, (receiver, name, *args), kwargs)
         node = self._last_node()
-        spec = MUTATIONS[name]
+        if found is not None:
+            node.meta["generate_only"] = found
         if spec.host_effect is None and spec.generates is None:
             self.guards.opaque_effect(node, f"{name}()")
         elif spec.host_effect is not None and spec.generates is not False:
             self.guards.host_effect(node, spec.host_effect)
+        self._kind_changed |= spec.generates is not False
         return result
+
+    def _guard_generate_only(self) -> bool | None:
+        """Guard whether a switch finds the batch generate-only, None where effects of the forward's own came before."""
+        if self._kind_changed:
+            return None
+        with self.evaluation():
+            found = bool(self._interface.info.batch_info.is_generate_only())
+        self.guards.require_generate_only(found)
+        return found
 
     def record_call(self, function: ValueProxy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of an object that is itself a proxy, a callable held by the interface."""

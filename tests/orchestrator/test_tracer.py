@@ -14,6 +14,7 @@ from torch import nn
 
 from auto_deploy_ext import trace_orchestrator
 from auto_deploy_ext.orchestrator import UntraceableError, ops, trace_variants
+from auto_deploy_ext.orchestrator.example_batches import set_batch
 
 from .wrappers import DRAFT_ARGS, DraftLoop, Output, consumer, example, interface, nest
 
@@ -92,8 +93,8 @@ def test_equal_conditions_are_one_guard_in_the_order_in_which_they_arose() -> No
                     pass
             _, extend, _ = csi.info.batch_info.get_num_sequences()
             if csi.info.batch_info.get_num_tokens()[1] // extend == 4:
-                csi.info.switch_to_generate_()
-            return extend
+                return extend
+            return 0
 
     cm = example("extend")
     graph = trace_orchestrator(Repeats(), cm)
@@ -369,3 +370,20 @@ def test_two_traces_give_the_same_code_and_guards() -> None:
     first, second = (trace_variants(DraftLoop(), interface()) for _ in range(2))
     assert [v.code for v in first.values()] == [v.code for v in second.values()]
     assert [v.guards.source for v in first.values()] == [v.guards.source for v in second.values()]
+
+
+def test_a_switch_is_guarded_to_find_the_kind_of_batch_that_it_found_when_traced() -> None:
+    class Switches(nn.Module):
+        def forward(self, csi: Any) -> Any:
+            csi.info.batch_info.update_tokens_gather_info(csi.info.num_sequences, True)
+            csi.info.switch_to_generate_()
+            csi.info.switch_to_generate_()
+            return None
+
+    cm = example("extend")
+    graph = trace_orchestrator(Switches(), cm)
+    switches = [n for n in graph.graph.nodes if n.target is ops.mutate]
+    assert [n.meta.get("generate_only") for n in switches] == [False, None]
+    assert graph.guards.conditions == ("not interface.info.batch_info.is_generate_only()",)
+    set_batch(cm, "decode", 3)
+    assert not graph.guards(cm, graph.owner)
