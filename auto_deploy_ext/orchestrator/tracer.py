@@ -356,7 +356,7 @@ class OrchestratorTracer(Tracer):
             return self._run(target, args, kwargs)
 
     def _evaluate_submodule(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a leaf on fake tensors; a repeated call on arguments alike (the steps of a draft loop) is not run again."""
+        """Run a leaf on fake tensors; a call on arguments alike (the next draft step) runs no more."""
         key = (path, str(tree_map(_signature, (args, sorted(kwargs.items())))))
         with self._fake_mode:
             if key not in self._consumer_results:
