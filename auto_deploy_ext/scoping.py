@@ -75,6 +75,10 @@ class Recipe:
         assert isinstance(variant, OrchestratorGraph)
         return variant
 
+    def uncovered(self, owner: nn.Module, parameter: str) -> HookedForward:
+        """What runs a batch that no variant covers: the original forward, with mirrors on demand."""
+        return would_hook(owner, parameter, self.options.live_out, "no traced variant covers the batch")
+
 
 def analyse(graphs: Mapping[str, GraphModule], cm: Any, options: ScopeOptions) -> dict[str, Analysis]:
     """Analyse the variants of an orchestrator.
