@@ -1,4 +1,4 @@
-"""The command line ``auto-deploy-ext``: run a speculative decode, explain its mirrors."""
+"""The command line ``auto-deploy-ext``: run a speculative decode, explain its mirrors, check them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
@@ -26,12 +26,15 @@ if TYPE_CHECKING:
     from .embedded.shim.interface import CachedSequenceInterface
     from .embedded.tokenizer import Tokenizer
     from .mirror_plan import CallSite
+    from .scoping import ScopeOptions
 
 DEFAULT_CONFIG = "eagle3_llama"
+SCOPE_KEY = "scope_host_mirrors"
 SMALL_MODEL = 20_000_000
 """Below so many parameters an operation on the CPU is shorter than waking up a second thread for it."""
 
 EXIT_OK, EXIT_DIFFERENT, EXIT_USAGE = 0, 1, 2
+EXIT_STALE = 1
 
 EPILOG = """\
 examples:
@@ -39,9 +42,11 @@ examples:
   auto-deploy-ext run --config mtp_hybrid --json out.json    the hybrid target with its MTP drafter
   auto-deploy-ext run --prompt "once upon" --max-new-tokens 64
   auto-deploy-ext explain --config ./mine.yaml --dot plan.dot
+  auto-deploy-ext check --config eagle3_llama_paged          is any mirror read while it is stale?
 
 A config is a name that comes with the package or a YAML file, merged over configs/embedded/default.yaml.
-Exit codes: 0 all well, 1 the tokens differ from greedy decoding, 2 something about the command or config is wrong.
+Exit codes: 0 all well, 1 the tokens differ from greedy decoding (run) or a stale mirror is read (check), 2 something
+about the command or config is wrong.
 """
 
 
@@ -89,6 +94,18 @@ def make_parser() -> argparse.ArgumentParser:
         "--dot", type=Path, metavar="FILE", help="also write the order of calls and reads as a Graphviz file"
     )
     explain.set_defaults(function=explain_command)
+
+    check = commands.add_parser(
+        "check",
+        help="say whether any consumer reads a stale mirror, and prove it",
+        description="Builds the pipeline of a config and looks, without running it, for consumers that read a host "
+        "mirror after its buffer has changed on the device: in the wrapper as it is written, and as the pass has "
+        "rewritten it. A wrapper whose mutations are not narrowed mirrors everything after each of them, so there only "
+        "writes that mirror nothing can be found. Each finding comes with the path that proves it; then the exit code "
+        "is 1.",
+    )
+    _add_common_arguments(check)
+    check.set_defaults(function=check_command)
     return parser
 
 
@@ -119,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; the process's own when left out.
 
     Returns:
-        0 all well, 1 tokens differ from greedy decoding, 2 wrong usage or config.
+        0 all well, 1 tokens differ from greedy decoding or a stale mirror is read, 2 wrong usage or config.
     """
     from .binding import HostError
     from .embedded.config import ConfigError
@@ -189,10 +206,43 @@ def explain_command(arguments: argparse.Namespace) -> int:
     return EXIT_OK
 
 
+def check_command(arguments: argparse.Namespace) -> int:
+    """``auto-deploy-ext check``."""
+    from .orchestrator import UntraceableError
+    from .program import UnknownEffectError
+    from .stale_check import check_module
+    from .strategies import StaleReadError
+
+    try:
+        try:
+            pipeline, model = _build(arguments.config)
+        except StaleReadError:
+            # With `insert_missing: false` the pass refuses what is to be reported here.
+            pipeline, model = _build(arguments.config, {f"transforms.{SCOPE_KEY}.enabled": False})
+        result = check_module(model, pipeline.cm, _scope_options(pipeline))
+    except (UntraceableError, UnknownEffectError) as error:
+        raise UsageError(
+            f"config {str(arguments.config)!r} cannot be checked: {error}; run it under "
+            "auto_deploy_ext.sanitize instead"
+        ) from error
+    print(result.to_text())
+    if arguments.json:
+        report.write_text(arguments.json, json.dumps({"config": arguments.config, **result.to_json()}, indent=2) + "\n")
+    return EXIT_STALE if result.stale else EXIT_OK
+
+
 # ---------------------------------------------------------------- pieces
 
 
-def _build(name_or_path: str) -> tuple[Pipeline, EagleWrapper]:
+def _scope_options(pipeline: Pipeline) -> ScopeOptions:
+    """The options of the config's pass; their defaults where it has none."""
+    from . import TransformRegistry
+
+    fields = pipeline.config.transforms.get(SCOPE_KEY, {})
+    return TransformRegistry.get_config_class(SCOPE_KEY)(**fields).options()
+
+
+def _build(name_or_path: str, overrides: Mapping[str, Any] | None = None) -> tuple[Pipeline, EagleWrapper]:
     """Build a config's pipeline, which must make a wrapper; the wrapper comes beside it.
 
     A value that only a model or a transform can judge (an unknown architecture, sizes that do not go together) shows
@@ -202,7 +252,7 @@ def _build(name_or_path: str) -> tuple[Pipeline, EagleWrapper]:
     from .embedded.models.custom.modeling_eagle import EagleWrapper
     from .embedded.pipeline import build_pipeline
 
-    config = load_config(name_or_path)
+    config = load_config(name_or_path, overrides=overrides)
     if not config.max_draft_len:
         raise UsageError(
             f"config {name_or_path!r} has no draft loop: set speculative_config.decoding_type and max_draft_len"

@@ -33,6 +33,7 @@ from auto_deploy_ext.orchestrator.dispatch import original_forward
 from auto_deploy_ext.refresh import bring_up_to_date, ensure_fresh
 from auto_deploy_ext.sanitizer import poison_, unpoisoned
 from auto_deploy_ext.scoping import ScopeOptions, scope_graphs, scope_module
+from auto_deploy_ext.stale_check import REWRITTEN, check_module
 from tests.orchestrator_programs import OFFSET, SWITCH, build, consumer, make_interface, walk
 
 PAGED = ("cu_num_pages_host", "cu_seqlen_host", "last_page_len_host", "seq_len_with_cache_host")
@@ -357,6 +358,11 @@ def names_of(node: Any, name: str) -> tuple[str, ...]:
     return next(names for names in lists if isinstance(names, tuple) and name in names)
 
 
+def statically_stale(gm: GraphModule, cm: Any) -> set[str]:
+    """What the static check finds stale in a rewritten graph."""
+    return {f.mirror for f in check_module(gm, cm, ScopeOptions()).stale if f.form == REWRITTEN}
+
+
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(steps, consumers, st.sampled_from([0, 1]), st.sampled_from(["override", "copy", "replay", "auto"]))
 def test_every_rewritten_program_passes_and_none_does_without_a_mirror_it_needs(
@@ -368,12 +374,14 @@ def test_every_rewritten_program_passes_and_none_does_without_a_mirror_it_needs(
     scope_graphs({"graph": gm}, cm, ScopeOptions(strategy=strategy))
     drop_entry_checks(gm)
     assert list(run(gm, cm)) == []
+    assert statically_stale(gm, cm) == set()
     for node, name, leave in list(needed(gm)):
         names = names_of(node, name)
         leave(tuple(n for n in names if n != name))
         gm.recompile()
         found = list(run(gm, cm))
         assert mirror_of(buffer_of(name)) in [error.mirror for error in found], (node.format_node(), name)
+        assert {error.mirror for error in found} <= statically_stale(gm, cm)
         for error in found:
             assert error.consumer in READERS
             assert error.mutation in (SWITCH, OFFSET, "copy_", "add_")
