@@ -199,6 +199,11 @@ class HostFuncOwner:
             self._holds_gc = True
             gc_guard.hold()
 
+    def _release_gc(self) -> None:
+        if self._holds_gc:
+            self._holds_gc = False
+            gc_guard.release()
+
     def _tidy(self) -> None:
         """What only a thread that may call CUDA can do."""
         gc_guard.collect_if_due()
@@ -242,9 +247,8 @@ class HostFuncOwner:
             self.layer.wait_event(event)
         with self._lock:
             self._spare_events.update(events)
-            if self._holds_gc and not self._pending:
-                self._holds_gc = False
-                gc_guard.release()
+            if not self._pending:
+                self._release_gc()
         for owner in list(_owners):
             if owner is not self and owner.pending:
                 owner._wait()
@@ -280,7 +284,12 @@ class HostFuncOwner:
             HostFuncError: host functions of this owner failed.
         """
         refuse_inside("a synchronisation")
+        begun = self.stats.launches + self.stats.replays
         self.layer.synchronize()
+        with self._lock:
+            is_all = set(self.outstanding_streams) <= {self.layer.current_stream()}
+            if is_all and begun == self.stats.launches + self.stats.replays:
+                self._release_gc()  # nothing runs any more, though it stays pending
         self._tidy()
         self.raise_failures()
 

@@ -399,6 +399,21 @@ def test_the_collector_stays_off_while_something_is_outstanding_and_comes_back_a
     assert gc.isenabled()
 
 
+def test_a_synchronisation_brings_it_back_too_unless_another_stream_is_outstanding(threaded, eager_collector):
+    gate = threading.Event()
+    append([], 1)
+    threaded.synchronize()
+    assert gc.isenabled() and hostfuncs_pending()
+    with threaded.layer.stream("other"):
+        wait_for(gate)
+    append([], 1)
+    threaded.synchronize()
+    assert not gc.isenabled()
+    gate.set()
+    drain_hostfuncs()
+    assert gc.isenabled()
+
+
 def test_garbage_is_still_freed_when_nothing_ever_drains(threaded, eager_collector):
     freed_by: list[str] = []
     for _ in range(50):
