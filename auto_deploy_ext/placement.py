@@ -98,7 +98,7 @@ class Placement:
             operand = replay.operand.value
         elif isinstance(replay.operand, Snapshot):
             operand = self._tickets[replay.operand.operand, replay.operand.after].placed()
-        return {"replays": replay.names, "host_operand": operand}
+        return {"replays": replay.names} if operand is None else {"replays": replay.names, "host_operand": operand}
 
     def finish(self) -> None:
         """Erase what is left over, once nothing uses it any more, and name what stays."""

@@ -74,7 +74,7 @@ def apply_edits(programs: Sequence[Program], edits: Edits) -> int:
         events.update((e.node, e) for e in program.flat if e.node is not None and e.kind is Kind.MUTATION)
     # Nodes to place things at may be replaced below, so placing comes first.
     placement = Placement(graphs, edits)
-    touched = set(placement.touched)
+    touched: set[Graph] = set()
     changed = 0
     for node, names in edits.overrides.items():
         if _rewrite(node, events[node], names, placement.replay_arguments(node)):
@@ -82,6 +82,7 @@ def apply_edits(programs: Sequence[Program], edits: Edits) -> int:
             touched.add(node.graph)
         exposed.pop(node, None)
     placement.finish()
+    touched.update(placement.touched)
     for node in exposed:
         touched.add(node.graph)
         _protect(node)

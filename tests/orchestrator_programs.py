@@ -223,6 +223,8 @@ class Machine:
         self.device: dict[str, int] = dict.fromkeys(self.names, 0)
         self.mirror: dict[str, int] = dict.fromkeys(self.names, -1 if world.stale_entry else 0)
         self.stale_since_entry = set(self.names) if world.stale_entry else set()
+        self.stale_by_version = set(self.stale_since_entry)
+        self.tickets: dict[Node, dict[str, int]] = {}
         self.stale_reads: list[tuple[str, str]] = []
 
     def run(self, gm: GraphModule, drop: tuple[Node, str] | None = None) -> Machine:
@@ -260,6 +262,11 @@ class Machine:
             self._move(node, node.args[1])
         elif target is ensure_fresh:
             self._move(node, [n for n in node.args[1] if buffer_of(n) in self.stale_since_entry])
+        elif target is ops.start_mirrors:
+            self._start(node)
+        elif target is ops.wait_mirrors:
+            for buffer, token in self.tickets.pop(node.args[1]).items():
+                self._arrive(buffer, token)
 
     def _viewed(self, node: Any) -> list[str]:
         while node.target is operator.getitem:
@@ -275,8 +282,15 @@ class Machine:
         if name == "rescatter_input_ids_" and not self.world.acts:
             return
         spec = MUTATIONS[name]
-        written = list(spec.written(self.info, node.args[2:], dict(node.kwargs), self.names))
+        kwargs = {k: v for k, v in node.kwargs.items() if k not in ("replays", "host_operand")}
+        written = list(spec.written(self.info, node.args[2:], kwargs, self.names))
+        repeated = [n for n in node.kwargs.get("replays", ()) if (node, n) != self.drop]
+        right = {n: all(self._is_fresh(i) for i in spec.replay_inputs(n)) for n in repeated}
         self._write(written)
+        self.stale_by_version.update(written)
+        for buffer in repeated:
+            # Arithmetic on a stale mirror gives what nobody has.
+            self._arrive(buffer, self.device[buffer] if right[buffer] else -2)
         if spec.mirrors == "none":
             return
         names = node.kwargs.get("active_args")
@@ -305,8 +319,20 @@ class Machine:
     def _move(self, node: Node, names: Iterable[str]) -> None:
         for name in names:
             if (node, name) != self.drop:
-                self.mirror[buffer_of(name)] = self.device[buffer_of(name)]
-                self.stale_since_entry.discard(buffer_of(name))
+                self._arrive(buffer_of(name), self.device[buffer_of(name)])
+
+    def _arrive(self, buffer: str, token: int) -> None:
+        self.mirror[buffer] = token
+        self.stale_since_entry.discard(buffer)
+        self.stale_by_version.discard(buffer)
+
+    def _start(self, node: Node) -> None:
+        names, unless_fresh = node.args[1], node.args[3] if len(node.args) > 3 else ()
+        moved = [n for n in names if n not in unless_fresh or buffer_of(n) in self.stale_by_version]
+        self.tickets[node] = {buffer_of(n): self.device[buffer_of(n)] for n in moved if (node, n) != self.drop}
+
+    def _is_fresh(self, buffer: str) -> bool:
+        return self.mirror[buffer] == self.device[buffer]
 
     def _read(self, who: str, names: Iterable[str]) -> None:
         for name in names:
@@ -331,6 +357,7 @@ def moved_names(gm: GraphModule) -> list[tuple[Node, str]]:
     for node in dict.fromkeys(walk(gm)):
         if node.target is ops.mutate:
             moved += [(node, name) for name in node.kwargs.get("active_args") or ()]
-        elif node.target in (bring_up_to_date, ensure_fresh):
+            moved += [(node, name) for name in node.kwargs.get("replays") or ()]
+        elif node.target in (bring_up_to_date, ensure_fresh, ops.start_mirrors):
             moved += [(node, name) for name in node.args[1]]
     return moved
