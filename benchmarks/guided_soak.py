@@ -140,7 +140,11 @@ def hold_gil_in_tower(pipeline: Pipeline) -> None:
     from auto_deploy_ext.hostfuncs.cuda import _cudart_path
 
     library = ctypes.PyDLL(_cudart_path())
-    pipeline.model.vision_encoder.tower.register_forward_pre_hook(lambda *_: library.cudaDeviceSynchronize() and None)
+
+    def wait(module: torch.nn.Module, args: Any) -> None:
+        library.cudaDeviceSynchronize()
+
+    pipeline.model.vision_encoder.tower.register_forward_pre_hook(wait)
 
 
 class Streams:

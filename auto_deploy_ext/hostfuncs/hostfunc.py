@@ -140,10 +140,12 @@ class GcGuard:
         with self._lock:
             held = self._holders > 0 and self._was_enabled
         if held and not _where.inside:
-            # As Python does it: the oldest generation whose count is beyond its threshold.
-            pairs = list(zip(gc.get_count(), gc.get_threshold(), strict=True))
-            if pairs[0][1] and pairs[0][0] > pairs[0][1]:
-                gc.collect(max(i for i, (count, limit) in enumerate(pairs) if i == 0 or count > limit > 0))
+            # As Python does it: the oldest generation whose count is beyond its threshold. All of them more rarely,
+            # because what Python goes by, how much has become old since the last time, cannot be seen from here.
+            young, middle, old = zip(gc.get_count(), gc.get_threshold(), strict=True)
+            if young[0] > young[1] > 0:
+                is_old = old[0] > 10 * old[1] > 0
+                gc.collect(2 if is_old else 1 if middle[0] > middle[1] > 0 else 0)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
