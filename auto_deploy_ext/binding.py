@@ -110,12 +110,18 @@ class Host:
             raise HostError(f"host {self.name!r} has no {class_name} in {self.root}.{relative}") from error
 
     def lacks(self, class_names: tuple[str, ...] = tuple(REQUIRED)) -> tuple[str, ...]:
-        """Return what the plugin needs of these classes and the host does not have, as dotted names, sorted."""
+        """Return what the plugin needs of these classes and the host does not have, as dotted names, sorted.
+
+        Raises:
+            ImportError: a module of the host cannot be imported because something else is missing.
+        """
         missing: list[str] = []
         for class_name in class_names:
             try:
                 cls = self.get(class_name)
-            except ImportError:
+            except ImportError as error:
+                if not (isinstance(error, HostError) or (error.name or "").startswith(self.root)):
+                    raise  # something that the host itself needs is not installed
                 missing.append(f"{HOST_CLASSES[class_name]}.{class_name}")
                 continue
             missing.extend(f"{class_name}.{name}" for name in REQUIRED[class_name] if not hasattr(cls, name))

@@ -182,10 +182,10 @@ def noting_host_reads(cm: Any, run: Run) -> Iterator[None]:
         del cm.get_arg
 
 
-def reference(kind: type[nn.Module], prefill: Sequence[int], extend: int) -> Run:
+def reference(kind: type[nn.Module], prefill: Sequence[int], extend: int, device: str = "cpu") -> Run:
     """The wrapper's own forward, with everything mirrored after every mutation."""
     wrapper, run = kind(), Run()
-    cm = make_interface(wrapper.max_draft_len)
+    cm = make_interface(wrapper.max_draft_len, device)
     nest(cm, prefill, extend, wrapper.max_draft_len)
     with torch.inference_mode(), noting_reads(wrapper, cm, run), noting_host_reads(cm, run), fully_mirrored(cm, run):
         run.output = wrapper(cm)
@@ -200,10 +200,10 @@ def transform(key: str, module: nn.Module, cm: Any, **fields: Any) -> Any:
     return module.meta["_autodeploy"]["transform_history"][key]
 
 
-def scoped(kind: type[nn.Module], **fields: Any) -> tuple[nn.Module, Any]:
+def scoped(kind: type[nn.Module], device: str = "cpu", **fields: Any) -> tuple[nn.Module, Any]:
     """The wrapper after both passes, and its interface."""
     wrapper = kind()
-    cm = make_interface(wrapper.max_draft_len)
+    cm = make_interface(wrapper.max_draft_len, device)
     transform("annotate_active_args", wrapper, cm)
     transform("scope_host_mirrors", wrapper, cm, **fields)
     return wrapper, cm
@@ -221,4 +221,4 @@ def step(wrapper: nn.Module, cm: Any, prefill: Sequence[int], extend: int) -> Ru
 def same(a: Any, b: Any) -> bool:
     """Whether two outputs are equal."""
     pairs = ((getattr(a, n), getattr(b, n)) for n in ("new_tokens", "new_tokens_lens", "next_draft_tokens"))
-    return all(torch.equal(x, y) for x, y in pairs)
+    return all(torch.equal(x.cpu(), y.cpu()) for x, y in pairs)
