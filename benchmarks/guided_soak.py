@@ -1,6 +1,6 @@
 """Guided decoding under load: image streams and text streams with strict JSON schemas, on the scenario guided_vlm.
 
-Every stream sends its next request when the last one is done. The vision tower waits for the device with the GIL held
+Every stream sends one request after another. The vision tower waits for the device with the GIL held
 at every call, which is the worst that an encoder can do. A watchdog process counts hangs.
 
     python benchmarks/guided_soak.py --duration 180          # on a GPU: 32 image and 16 text streams
@@ -148,7 +148,10 @@ def hold_gil_in_tower(pipeline: Pipeline) -> None:
 
 
 class Streams:
-    """Clients that each send their next request when the last one is done."""
+    """Clients that each send their next request some time after the last one is done.
+
+    They send in waves, when a quarter of them is idle, so that captured decode steps lie between the prefills.
+    """
 
     def __init__(self, engine: GuidedEngine, image_streams: int, text_streams: int, seed: int = 0) -> None:
         self.engine = engine
@@ -156,6 +159,7 @@ class Streams:
         self.generator = torch.Generator().manual_seed(seed)
         self.images = [self._image() for _ in range(256)]
         self.has_image = [True] * image_streams + [False] * text_streams
+        self.idle: list[int] = []
         self.running: dict[int, tuple[int, dict[str, Any]]] = {}
         self.counts = {"stop": 0, "length": 0, "cancelled": 0, "invalid": 0, "tokens": 0}
         for stream in range(len(self.has_image)):
@@ -194,7 +198,11 @@ class Streams:
             if outcome.finish_reason == "stop" and not is_valid_text(outcome, schema, self.engine.vocabulary):
                 self.counts["invalid"] += 1
                 print(f"invalid: {outcome.text!r}", file=sys.stderr, flush=True)
-            self.send(stream)
+            self.idle.append(stream)
+        if 4 * len(self.idle) >= len(self.has_image):
+            for stream in self.idle:
+                self.send(stream)
+            self.idle.clear()
 
 
 def child(arguments: argparse.Namespace) -> None:
