@@ -21,11 +21,12 @@ from .yaml_places import ConfigError, Document, KeyPath, Place, Problem, documen
 
 __all__ = ["ConfigError", "EmbeddedConfig", "SpeculativeConfig", "available_configs", "load_config"]
 
-#: Top-level field -> the transform and its field that it stands for.
+#: A transform's field, and the top-level field that stands for it.
 SHORTCUTS = {
-    "attn_backend": ("insert_cached_attention", "backend"),
-    "draft_attn_backend": ("insert_cached_attention", "draft_backend"),
-    "compile_backend": ("compile_model", "backend"),
+    ("insert_cached_attention", "backend"): "attn_backend",
+    ("insert_cached_attention", "draft_backend"): "draft_attn_backend",
+    ("compile_model", "backend"): "compile_backend",
+    ("check_capture", "compile_backend"): "compile_backend",
 }
 
 _DEFAULT = "default"
@@ -135,7 +136,7 @@ class EmbeddedConfig(BaseModel):
     @model_validator(mode="after")
     def _fill_shortcuts(self) -> EmbeddedConfig:
         """Hand the top level's backends to the transforms they stand for, unless those name their own."""
-        for field, (key, option) in SHORTCUTS.items():
+        for (key, option), field in SHORTCUTS.items():
             value = getattr(self, field)
             if key in self.transforms and value is not None:
                 self.transforms[key] = {option: value} | self.transforms[key]

@@ -76,6 +76,15 @@ class AttentionDescriptor(ABC):
         """Return a host function to run before each forward, whose parameters name its arguments; none by default."""
         return None
 
+    @classmethod
+    def plans_before_capture(cls) -> bool:
+        """Return whether the cached op may be captured although it takes host mirrors; ``False`` by default.
+
+        A backend says so whose op needs the mirrors only for a plan that is made outside of the captured graph, before
+        each replay, and that does not look at them when it runs inside one.
+        """
+        return False
+
 
 Descriptor = TypeVar("Descriptor", bound=type[AttentionDescriptor])
 
