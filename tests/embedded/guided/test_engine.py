@@ -359,7 +359,7 @@ class SlowStreams(ThreadStreams):
 
 
 def test_ranks_with_different_progress_decide_alike_about_prefetch(engine_of, image):
-    requests = [request("r", image(70 + n, 2 + n % 2), limit=20 + n) for n in range(6)]
+    requests = [request("r", image(70 + n, 2 + n % 2), limit=12 + n) for n in range(6)]
     slow, fast = SlowStreams(), ThreadStreams()
     traces = [trace_of(engine_of(layer, images_per_step=1), requests) for layer in (fast, slow, OrderedLayer())]
     assert traces[0] == traces[1] == traces[2]
