@@ -95,6 +95,9 @@ def call_site_table(call_sites: Sequence[CallSite]) -> RenderableType:
     table.add_column("read next by")
     table.add_column("before", ratio=2)
     table.add_column("after", ratio=2)
+    replayed = any(site.replayed for site in call_sites)
+    if replayed:
+        table.add_column("computed by the host", ratio=2)
     for site in call_sites:
         if not can_mirror(site):
             continue
@@ -104,13 +107,15 @@ def call_site_table(call_sites: Sequence[CallSite]) -> RenderableType:
             site.consumer or "-",
             _names(site.mirrored_before, "yellow"),
             _names(site.mirrored_after, "green"),
+            *([_names(site.replayed, "cyan")] if replayed else []),
         )
     return table
 
 
 def can_mirror(site: CallSite) -> bool:
-    """Whether the call copies mirrors to the host by itself, so that the pass has something to narrow there."""
-    return site.call not in MUTATIONS or MUTATIONS[site.call].mirrors == "written"
+    """Whether mirrors are copied to the host because of the call, before or after the pass."""
+    by_itself = site.call not in MUTATIONS or MUTATIONS[site.call].mirrors == "written"
+    return by_itself or bool(site.mirrored_after)
 
 
 def mirror_table(mirrors: dict[str, MirrorTotals], steps: int) -> RenderableType:

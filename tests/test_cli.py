@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
+import yaml
 from torch import nn
 
 from auto_deploy_ext import BaseTransform, TransformInfo, TransformRegistry
@@ -85,8 +87,23 @@ def test_run_on_the_default_config_has_no_transfer_at_all(tmp_path, capsys):
     assert "same tokens as greedy  yes" in out
 
 
-def test_run_on_the_paged_config_copies_what_the_draft_reads_and_less_of_it(tmp_path):
+def test_run_on_the_paged_config_copies_no_mirror_and_waits_for_nothing(tmp_path):
     report = run_json(tmp_path, "--config", "eagle3_llama_paged", "--max-new-tokens", "8")
+    assert sorted(mirrored(report, "mirrored_before")) == PAGED_READS
+    assert mirrored(report, "mirrored_after") == set()
+    full, scoped = report["mirrors"]["full"], report["mirrors"]["scoped"]
+    assert full["transfers"] == 3 * scoped["transfers"], "one operand instead of a switch and two offsets"
+    assert scoped["waits"] == 0
+    assert 0 < scoped["bytes"] < full["bytes"] / 1000
+
+
+@pytest.mark.parametrize("strategy", ["copy", "override"])
+def test_run_with_a_strategy_that_copies_copies_what_the_draft_reads_and_less_of_it(tmp_path, strategy):
+    config = yaml.safe_load(files("auto_deploy_ext.configs").joinpath("embedded/eagle3_llama_paged.yaml").read_text())
+    config["transforms"]["scope_host_mirrors"]["strategy"] = strategy
+    path = tmp_path / "paged.yaml"
+    path.write_text(yaml.safe_dump(config))
+    report = run_json(tmp_path, "--config", str(path), "--max-new-tokens", "8")
     assert sorted(mirrored(report, "mirrored_after")) == PAGED_READS
     assert {site["consumer"] for site in report["call_sites"]} == {"draft_model"}
     full, scoped = report["mirrors"]["full"], report["mirrors"]["scoped"]

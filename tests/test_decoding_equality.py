@@ -18,16 +18,21 @@ from auto_deploy_ext.embedded.models.factory import ModelFactory, ModelFactoryRe
 from auto_deploy_ext.embedded.pipeline import Pipeline, make_interface
 from auto_deploy_ext.embedded.requests import Request
 from auto_deploy_ext.embedded.tokenizer import ByteTokenizer
-from auto_deploy_ext.mirrors import record_mirrors
+from auto_deploy_ext.mirrors import Transfer
+from auto_deploy_ext.orchestrator import ops
 from auto_deploy_ext.orchestrator.dispatch import original_forward
+from auto_deploy_ext.scoping import ScopeOptions, scope_module
 
 CONFIGS = ("eagle3_llama", "eagle3_llama_paged", "mtp_hybrid")
 DRAFT_LENGTHS = range(1, 7)
-#: the mirrors that a rewritten wrapper copies in all its steps.
+STRATEGIES = ("auto", "copy", "override", "replay")
+#: the mirrors that a rewritten wrapper brings up to date in all its steps.
 READ_BY_DRAFT = {
+    "eagle3_llama": set(),
     "eagle3_llama_paged": {"cu_num_pages_host", "cu_seqlen_host", "last_page_len_host", "seq_len_with_cache_host"},
     "mtp_hybrid": set(),
 }
+OFFSET = "offset_pos_and_cache_"
 
 
 @dataclass(frozen=True)
@@ -107,12 +112,76 @@ def test_any_page_size_gives_greedy_tokens(name, tokens_per_block):
 def test_any_batch_size_gives_greedy_tokens(name, max_batch_size):
     pipeline = make_pipeline(name, max_draft_len=3, tokens_per_block=4, max_batch_size=max_batch_size)
     greedy = generate(pipeline.model, pipeline.cm, PROMPTS, LIMITS, speculative=False)
-    with record_mirrors(pipeline.cm.info) as transfers:
-        drafted = generate(pipeline.model, pipeline.cm, PROMPTS, LIMITS)
+    drafted = generate(pipeline.model, pipeline.cm, PROMPTS, LIMITS)
     with original_forward(pipeline.model):
         untouched = generate(pipeline.model, pipeline.cm, PROMPTS, LIMITS)
     assert tokens_of(drafted) == tokens_of(greedy) == tokens_of(untouched)
-    assert {host_name for transfer in transfers for host_name in transfer.names} == READ_BY_DRAFT[name]
+
+
+@cache
+def shared_pipeline(name: str) -> tuple[Pipeline, list[tuple[int, ...]]]:
+    """A pipeline whose model every test scopes anew, and its greedy tokens."""
+    pipeline = make_pipeline(name, max_draft_len=3, tokens_per_block=4)
+    return pipeline, tokens_of(generate(pipeline.model, pipeline.cm, PROMPTS, LIMITS, speculative=False))
+
+
+@dataclass
+class Traffic:
+    """Transfers of a generation, and the batch that each was started for."""
+
+    steps: int
+    transfers: list[Transfer]
+    rows: list[int]
+    in_use: list[int]
+
+
+def decode_by(name: str, strategy: str) -> Traffic:
+    """Decode with the wrapper rewritten by a strategy; the tokens must be the greedy ones."""
+    pipeline, greedy = shared_pipeline(name)
+    scope_module(pipeline.model, pipeline.cm, ScopeOptions(strategy=strategy))
+    info = pipeline.cm.info
+    buffer = info._input_buffer
+    traffic = Traffic(0, [], [], [])
+
+    def observe(transfer: Transfer) -> None:
+        views = [buffer.get_view(n.removesuffix("_host"), truncate=True) for n in transfer.names if n != OFFSET]
+        traffic.transfers.append(transfer)
+        traffic.rows.append(info.num_sequences)
+        traffic.in_use.append(sum(view.numel() * view.element_size() for view in views))
+
+    buffer.transfer_observers.append(observe)
+    try:
+        drafted = generate(pipeline.model, pipeline.cm, PROMPTS, LIMITS)
+    finally:
+        buffer.transfer_observers.remove(observe)
+    assert tokens_of(drafted) == greedy
+    traffic.steps = drafted.steps
+    return traffic
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_strategy_gives_greedy_tokens_and_copies_no_other_mirror(name, strategy):
+    copied = {n for t in decode_by(name, strategy).transfers for n in t.names} - {OFFSET}
+    assert copied == (READ_BY_DRAFT[name] if strategy in ("copy", "override") else set())
+
+
+def test_copy_makes_one_transfer_of_the_bytes_in_use_per_draft_step():
+    traffic = decode_by("eagle3_llama_paged", "copy")
+    assert len(traffic.transfers) == 2 * traffic.steps
+    for transfer, in_use in zip(traffic.transfers, traffic.in_use, strict=True):
+        assert in_use <= transfer.nbytes <= in_use + 8 * len(transfer.names)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "replay"])
+def test_replay_copies_one_operand_per_decode_step_and_never_waits_for_the_drafter(strategy):
+    traffic = decode_by("eagle3_llama_paged", strategy)
+    assert [t.names for t in traffic.transfers] == [(OFFSET,)] * traffic.steps
+    assert [t.nbytes for t in traffic.transfers] == [4 * rows for rows in traffic.rows]
+    assert not any(t.waited for t in traffic.transfers)
+    for graph in orchestrator_graphs(shared_pipeline("eagle3_llama_paged")[0].model).values():
+        order = [n.target for n in graph.graph.nodes if n.target in (ops.snapshot_operand, "draft_model")]
+        assert order == [ops.snapshot_operand, *["draft_model"] * 3]
 
 
 def test_the_tokens_are_those_of_transformers_own_generate():
