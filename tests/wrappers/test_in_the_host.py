@@ -36,6 +36,20 @@ def plugin_config(name: str) -> dict[str, Any]:
     return yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())["transforms"]
 
 
+#: what each host has; a double's version says which release it stands for.
+FEATURES = {
+    "embedded": {"active_args_override", "window_groups", "pages_per_pool", "transform_idx", "exact_copies"},
+    "0.0.0+double": {"active_args_override", "window_groups", "pages_per_pool", "transform_idx"},
+    "0.0.1+double": {"window_groups", "pages_per_pool"},
+    "0.0.2+double": set(),
+}
+
+
+def test_features_are_told_from_signatures() -> None:
+    expected = FEATURES["embedded" if host.name == "embedded" else host.version]
+    assert {name for name, has in host.features.items() if has} == expected
+
+
 @pytest.mark.parametrize(("name", "kind"), [("eagle3", Eagle), ("mtp", Mtp)])
 def test_the_hosts_optimizer_takes_the_plugins_config_as_it_is(name: str, kind: Any) -> None:
     assert set(plugin_config(name)) <= {
