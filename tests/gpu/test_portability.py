@@ -126,7 +126,8 @@ def test_starting_a_transfer_does_not_wait_for_the_device(cm: Any) -> None:
 @pytest.mark.parametrize(("root", "age"), [("tensorrt_llm", "current"), ("llmc", "older"), ("llmc", "early")])
 def test_the_same_on_a_double_of_autodeploy(root: str, age: str, tmp_path: Path) -> None:
     plant(tmp_path, root, age)
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    paths = [str(tmp_path), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     env.pop("AUTO_DEPLOY_EXT_HOST", None)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
