@@ -112,8 +112,19 @@ def written_inputs(node: Node) -> tuple[Node, ...]:
     return tuple(found for value in values for found in nodes_in(value))
 
 
+@cache
+def _writes_only_by_keyword(target: Any) -> bool:
+    """Whether a function writes none of its arguments unless a keyword argument (`out`, `inplace`) says so."""
+    if target is getattr or target is operator.getitem:
+        return True
+    name = str(getattr(target, "__name__", ""))
+    return target is not ops.call and getattr(target, "__module__", None) != "_operator" and not name.endswith("_")
+
+
 def _written_by_function(node: Node) -> list[Any]:
     """What `torch.relu_(x)`, `torch.add(x, y, out=z)`, `operator.iadd(x, y)` and `ops.call` of such a name write."""
+    if not node.kwargs and _writes_only_by_keyword(node.target):
+        return []
     written = [node.kwargs["out"]] if node.kwargs.get("out") is not None else []
     args = node.args
     if node.target is ops.call:

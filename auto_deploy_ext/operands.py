@@ -55,6 +55,7 @@ class OperandFinder:
         self._owners = owners
         self._memories: dict[Graph, _Memory] = {}
         self._written: dict[int, frozenset[str]] = {}
+        self._modules: dict[tuple[Graph, str], tuple[Any, aliasing.ModuleEffects | None]] = {}
 
     def find(self, mutation: Node, operand: Any, interface: Node) -> Known | Snapshot | None:
         """Tell how the host gets to know the operand of a mutation.
@@ -107,19 +108,28 @@ class OperandFinder:
                 memory.unite(node, source)
 
     def _aliased_by_call(self, node: Node) -> list[Node]:
-        module = submodule_at(self._owners[node.graph], str(node.target))
+        module, effects = self._module(node)
         if aliasing.makes_new_tensors(module):
             return []
-        effects = aliasing.module_effects(module)
         if effects is None:
             return list(node.all_input_nodes)
+        if not effects.returned:
+            return []
         bound = bind_arguments(module.graph, node.args, node.kwargs)
         return [v for p, v in bound.items() if str(p.target) in effects.returned and isinstance(v, Node)]
+
+    def _module(self, node: Node) -> tuple[Any, aliasing.ModuleEffects | None]:
+        """The module that a call_module node calls, and its effects."""
+        key = (node.graph, str(node.target))
+        if key not in self._modules:
+            module = submodule_at(self._owners[node.graph], key[1])
+            self._modules[key] = (module, aliasing.module_effects(module))
+        return self._modules[key]
 
     def _written_by_call(self, node: Node) -> Iterator[Node]:
         """What a call may write whose name does not say so."""
         if node.op == "call_module":
-            module = submodule_at(self._owners[node.graph], str(node.target))
+            module, _ = self._module(node)
             if isinstance(module, GraphModule):
                 yield from self._written_arguments(module, node.args, node.kwargs)
         elif node.op == "call_function" and _is_branch(node):
@@ -136,6 +146,8 @@ class OperandFinder:
 
     def _written_arguments(self, module: GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Node]:
         written = self._written_placeholders(module)
+        if not written:
+            return []
         bound = bind_arguments(module.graph, args, kwargs)
         return [v for p, v in bound.items() if str(p.target) in written and isinstance(v, Node)]
 
