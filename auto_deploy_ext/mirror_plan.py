@@ -245,8 +245,13 @@ def make_plan(
         consumers=tuple(consumers),
         problems=tuple(problems),
         warnings=(*edits.warnings, *_widened(edits)),
-        reasons=(*reasons, *unknown, *edits.reasons),
+        reasons=(*reasons, *_whole_moves(analyses, strategy), *unknown, *edits.reasons),
     )
+
+
+def _whole_moves(analyses: dict[str, Analysis], strategy: str) -> Iterator[str]:
+    if strategy == "override" and any(a.traits.narrowed_moves_whole for a in analyses.values()):
+        yield "a narrowed call that names something it writes moves the host's whole buffer; copy, replay and auto do not"
 
 
 def _widened(edits: Edits) -> Iterator[str]:

@@ -41,8 +41,8 @@ class Dispatcher(ReboundForward):
         owner: the wrapper.
         parameter: the parameter that receives the interface.
         variants: rewritten graphs, tried in this order (the one that ran last is tried first).
-        recipe: traces and rewrites a variant for a batch that no guard accepts; None: never. Its method `uncovered`, where
-            it has one, gives what runs such a batch in place of the original forward.
+        recipe: traces and rewrites a variant for a batch that no guard accepts; None: never. Its method `uncovered`,
+            where it has one, gives what runs such a batch in place of the original forward.
         max_variants: how many variants are kept at most; beyond it such batches run the original forward.
         original: the forward that was bound on the wrapper instance before, None for its class's.
     """

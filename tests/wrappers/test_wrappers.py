@@ -88,6 +88,13 @@ def test_what_cannot_be_traced_gets_its_mirrors_on_demand_and_says_why(caplog: A
     )
 
 
+def test_the_plan_says_when_narrowed_calls_move_the_whole_buffer() -> None:
+    made = plan(Eagle(), make_interface(3), strategy="override")
+    assert any("whole buffer" in reason for reason in made.reasons) == MOVES_WHOLE
+    made = plan(Eagle(), make_interface(3), strategy="copy")
+    assert not any("whole buffer" in reason for reason in made.reasons)
+
+
 def test_what_can_be_traced_is() -> None:
     wrapper, _ = scoped(Eagle)
     assert isinstance(wrapper.forward, Dispatcher)
