@@ -258,7 +258,7 @@ class _Demand:
 
     def _mark_own(self, spec: MutationSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Mark what a mutation that the host does not know of itself writes."""
-        if spec.name not in BUILT_IN_MUTATIONS and not host_mirrors.is_tracked(self.info):
+        if spec.name not in BUILT_IN_MUTATIONS:
             names = spec.written(self.info, args, kwargs, self._buffers)
             host_mirrors.mark_stale(self.info, self._buffers if names is None else names)
 

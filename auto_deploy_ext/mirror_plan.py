@@ -251,7 +251,7 @@ def make_plan(
 
 def _whole_moves(analyses: dict[str, Analysis], strategy: str) -> Iterator[str]:
     if strategy == "override" and any(a.traits.narrowed_moves_whole for a in analyses.values()):
-        yield "a narrowed call that names something it writes moves the host's whole buffer; copy, replay and auto do not"
+        yield "a narrowed call that names what it writes moves the host's whole buffer; copy, replay and auto do not"
 
 
 def _widened(edits: Edits) -> Iterator[str]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from auto_deploy_ext import host_mirrors, plan, record_mirrors, register_mutation
+from auto_deploy_ext import host, host_mirrors, plan, record_mirrors, register_mutation
 from auto_deploy_ext.effects import MUTATIONS
 from auto_deploy_ext.hooks import HookedForward, install
 from auto_deploy_ext.orchestrator import bind_variants, original_forward
@@ -17,6 +17,8 @@ from tests.wrappers.harness import make_interface, nest, scoped, step
 from tests.wrappers.library import Eagle, StopsOnMirror, model
 
 STEP = torch.tensor([1, 1], dtype=torch.int32)
+#: early releases of AutoDeploy write the host twins themselves instead.
+SWITCH_COPIES = int(host.features["pages_per_pool"])
 
 
 class Scripted(nn.Module):
@@ -35,6 +37,7 @@ class Scripted(nn.Module):
 def moved(script: Callable[[Any, Any, Any], Any], live_out: tuple[str, ...] = (), **modules: nn.Module) -> Any:
     """(names moved, triggers) of one forward of a hooked wrapper, on a batch of two extend rows."""
     cm = make_interface(3)
+    host_mirrors.mirrors_of(cm)  # as the pass does; on an interface that was never seen everything counts as stale
     wrapper = Scripted(script, **modules)
     install(wrapper, "csi", live_out)
     nest(cm, [], 2, 3)
@@ -128,6 +131,7 @@ def test_a_wrappers_own_mutation_marks_what_it_was_registered_to_write() -> None
 
     try:
         cm = make_interface(3)
+        host_mirrors.mirrors_of(cm)
         wrapper = Scripted(script)
         install(wrapper, "csi")
         nest(cm, [], 2, 3)
@@ -163,7 +167,7 @@ def test_the_interface_is_as_it_was_when_the_forward_ends_also_by_an_error() -> 
     nest(cm, [], 2, 3)
     with record_mirrors(cm) as transfers:
         cm.info.switch_to_generate_()
-    assert len(transfers) == 1, "outside the forward the host mirrors as ever"
+    assert len(transfers) == SWITCH_COPIES, "outside the forward the host mirrors as ever"
 
 
 def test_a_call_without_an_interface_and_a_bypassed_one_run_the_forward_as_it_is() -> None:
@@ -178,7 +182,7 @@ def test_a_call_without_an_interface_and_a_bypassed_one_run_the_forward_as_it_is
     nest(cm, [], 2, 3)
     with original_forward(wrapper), record_mirrors(cm) as transfers:
         assert wrapper(cm) == "ran"
-    assert len(transfers) == 1 and len(transfers[0].names) > 6
+    assert len(transfers) == SWITCH_COPIES and all(len(t.names) > 6 for t in transfers)
 
 
 def test_hooks_and_graphs_replace_each_other() -> None:

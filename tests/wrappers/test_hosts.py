@@ -38,7 +38,8 @@ def environment(path: Path | None = None, forced: str | None = None) -> dict[str
 def run_tests(folder: Path, root: str, age: str) -> subprocess.CompletedProcess[str]:
     """Run this folder's tests in a process bound to a double; what starts processes itself only on the first."""
     plant(folder, root, age)
-    files = [str(HERE / name) for name in ("test_wrappers.py", "test_in_the_host.py", "test_host_mirrors.py")]
+    names = ("test_wrappers.py", "test_in_the_host.py", "test_host_mirrors.py", "../test_hooks.py")
+    files = [str(HERE / name) for name in names]
     chosen = [] if (root, age) == HOSTS[0] else ["-k", "not spawned and not custom_module"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, *chosen]
     return subprocess.run(command, cwd=ROOT, env=environment(folder), capture_output=True, text=True)
