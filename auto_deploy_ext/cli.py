@@ -195,12 +195,17 @@ def run_command(arguments: argparse.Namespace) -> int:
 def explain_command(arguments: argparse.Namespace) -> int:
     """``auto-deploy-ext explain``."""
     from . import plan
+    from .transforms.drain_hostfuncs import drain_plan
 
     pipeline, model = _build(arguments.config)
     mirror_plan = plan(model, pipeline.cm)
+    drains = drain_plan(model)
     print(mirror_plan.to_text())
+    if drains.sites:
+        print(drains.to_text())
     if arguments.json:
-        report.write_text(arguments.json, mirror_plan.to_json() + "\n")
+        result = {**json.loads(mirror_plan.to_json()), **(drains.to_json() if drains.sites else {})}
+        report.write_text(arguments.json, json.dumps(result, indent=2) + "\n")
     if arguments.dot:
         report.write_text(arguments.dot, report.to_dot(mirror_plan))
     return EXIT_OK
