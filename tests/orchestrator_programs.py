@@ -357,7 +357,6 @@ def moved_names(gm: GraphModule) -> list[tuple[Node, str]]:
     for node in dict.fromkeys(walk(gm)):
         if node.target is ops.mutate:
             moved += [(node, name) for name in node.kwargs.get("active_args") or ()]
-            moved += [(node, name) for name in node.kwargs.get("replays") or ()]
         elif node.target in (bring_up_to_date, ensure_fresh, ops.start_mirrors):
             moved += [(node, name) for name in node.args[1]]
     return moved
