@@ -360,7 +360,9 @@ class OrchestratorTracer(Tracer):
         key = (path, str(tree_map(_signature, (args, sorted(kwargs.items())))))
         with self._fake_mode:
             if key not in self._consumer_results:
-                self._consumer_results[key] = self.root.get_submodule(path).forward(*args, **kwargs)  # hooks are for real data
+                self._consumer_results[key] = self.root.get_submodule(path).forward(
+                    *args, **kwargs
+                )  # hooks are for real data
             return tree_map_only(torch.Tensor, torch.empty_like, self._consumer_results[key])
 
     @contextlib.contextmanager
