@@ -81,7 +81,13 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return stream
 
 
-def replay(info: Any, mutation: str, names: tuple[str, ...], operand: Callable[[], torch.Tensor]) -> None:
+def device_versions(info: Any, names: tuple[str, ...]) -> dict[str, int]:
+    """Return the versions of buffers on the device, by which `replay` tells what a mutation has written."""
+    known = info._input_buffer.device_version
+    return {name: known[name] for name in names}
+
+
+def replay(info: Any, mutation: str, before: dict[str, int], operand: Callable[[], torch.Tensor]) -> None:
     """Give mirrors the values that a mutation, which has just run, gave their buffers on the device.
 
     What the mutation left alone (a switch of a batch that is generate-only already, page tables that nobody has
@@ -90,10 +96,11 @@ def replay(info: Any, mutation: str, names: tuple[str, ...], operand: Callable[[
     Args:
         info: a SequenceInfo.
         mutation: a key of `ARITHMETIC`.
-        names: sorted buffer names; the mirrors of what their arithmetic reads were fresh before the mutation.
+        before: the `device_versions` before the mutation of the buffers whose mirrors are wanted; the mirrors of what
+            their arithmetic reads were fresh then.
         operand: gives the mutation's operand, `[n]` int32 on the host; it may wait.
     """
-    written = set(host_mirrors.stale_names(info)).intersection(names)
+    written = {name for name, version in device_versions(info, tuple(before)).items() if version != before[name]}
     idle = {name for name in written if not _is_moved(info, name)}
     moved = sorted(written - idle)
     with sanitizer.unpoisoned(info._input_buffer):

@@ -16,6 +16,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ WRITABLE = (
     *("seq_len", "seq_len_with_cache", "use_initial_states"),
 )
 TOKENS_PER_BLOCK = 4
+_KINDS = ("prefill", "extend", "decode")
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Batch:
 
     def nest(self, cm: CachedSequenceInterface) -> None:
         counts = []
-        for kind in ("prefill", "extend", "decode"):
+        for kind in _KINDS:
             lengths = [length for k, length, _ in self.rows if k == kind]
             counts += [len(lengths), sum(lengths)]
         ids = [[11 * i + j for j in range(length)] for i, (_, length, _) in enumerate(self.rows)]
@@ -260,6 +262,62 @@ def run(gm: Callable[..., Any], consumers: Mapping[str, Reader], cm: CachedSeque
         for handle in handles:
             handle.remove()
     return result
+
+
+# -- random programs -----------------------------------------------------------------------------------------------
+
+#: how often each kind of step comes: programs are about mutations and consumers.
+_WEIGHTS = {
+    "offset": 5,
+    "switch": 2,
+    "consume": 7,
+    "fresh": 1,
+    "full": 1,
+    "fill": 1,
+    "part": 1,
+    "copy": 1,
+    "inplace": 1,
+}
+
+
+def random_steps(rng: Random, size: int, writable: Sequence[str], depth: int = 0, branches: bool = True) -> list[Step]:
+    """That many random steps, some of them nested graphs or, if wanted, branches, up to that depth."""
+    steps: list[Step] = []
+    for _ in range(size):
+        (kind,) = rng.choices(list(_WEIGHTS), list(_WEIGHTS.values()))
+        if depth and rng.random() < 0.1:
+            parts = [random_steps(rng, rng.randint(0, 4), writable, depth - 1, branches) for _ in range(2)]
+            is_branch = branches and rng.random() < 0.6
+            steps.append(("branch", rng.random() < 0.5, *parts) if is_branch else ("nested", parts[0]))
+        elif kind == "consume":
+            steps.append((kind, rng.choice("ab")))
+        elif kind in ("full", "fill", "part"):
+            steps.append((kind, rng.randint(-1, TOKENS_PER_BLOCK)))
+        elif kind in ("copy", "inplace"):
+            steps.append((kind, rng.choice(writable)))
+        elif kind in ("offset", "switch") and branches and rng.random() < 0.1:
+            steps.append((kind, {"cu_seqlen_host", "input_pos_host"}))
+        else:
+            steps.append((kind,))
+    return steps
+
+
+def random_size(rng: Random) -> int:
+    """2 to 40, mostly small."""
+    return rng.randint(2, 12) if rng.random() < 0.8 else rng.randint(13, 40)
+
+
+def random_batch(rng: Random) -> Batch:
+    """Prefill, extend and decode rows with enough cached tokens for any run of steps back."""
+    kinds = sorted(rng.choices(_KINDS, k=rng.randint(1, 3)), key=_KINDS.index)
+    lengths = {"extend": rng.randint(2, 4), "decode": 1}
+    rows = tuple((kind, lengths.get(kind) or rng.randint(1, 5), rng.randint(41, 48)) for kind in kinds)
+    return Batch(rows, tuple(rng.randint(-1, TOKENS_PER_BLOCK) for _ in kinds))
+
+
+def random_reads(rng: Random, active: Sequence[str]) -> dict[str, Reader]:
+    """Two consumers of some of the active mirrors."""
+    return {name: Reader(sorted(map(mirror_of, rng.sample(active, rng.randint(1, 5))))) for name in "ab"}
 
 
 # -- brute force ---------------------------------------------------------------------------------------------------

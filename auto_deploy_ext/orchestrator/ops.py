@@ -46,13 +46,15 @@ def mutate(
             that all its elements are known to be, or None where there is no operand.
         kwargs: the mutation's own keyword arguments.
     """
+    if not replays:
+        return host_mirrors.mutate(info, name, *operands, active_args=active_args, **kwargs)
+    before = replay.device_versions(info, replays)
     result = host_mirrors.mutate(info, name, *operands, active_args=active_args, **kwargs)
-    if replays:
-        if isinstance(host_operand, int):
-            value = host_operand
-            replay.replay(info, name, replays, lambda: replay.known_operand(info, (*operands, *kwargs.values()), value))
-        else:
-            replay.replay(info, name, replays, lambda: host_operand.wait())
+    if isinstance(host_operand, int):
+        value = host_operand
+        replay.replay(info, name, before, lambda: replay.known_operand(info, (*operands, *kwargs.values()), value))
+    else:
+        replay.replay(info, name, before, lambda: host_operand.wait())
     return result
 
 
