@@ -443,7 +443,6 @@ class Sanitizer:
 
     def check_old_value(self, name: str) -> None:
         """See the function of that name."""
-        self.checked += 1
         if name in self._stale_before:
             consumer = f"{self._last} on the host"
             raise StaleHostMirrorError(mirror_of(name), consumer, self._stale_before[name])
