@@ -57,7 +57,7 @@ def consumer_args(module: Any) -> tuple[str, ...] | None:
         return None if takes_variadic(module) else placeholder_names(module)
     annotated = annotated_args(module)
     if annotated is not None:
-        return annotated
+        return None if any(name.startswith("*") for name in annotated) else annotated
     wrapped = wrapped_graph(module)
     return None if wrapped is None else consumer_args(wrapped)
 

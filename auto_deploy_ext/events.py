@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from auto_deploy_ext.binding import host
 from auto_deploy_ext.effects import MutationSpec, buffer_of, is_mirror, mirror_of
 
 #: all bits: every buffer, those included that get their bit later.
@@ -82,7 +83,7 @@ class Setting:
         info: the SequenceInfo, or None where a graph is analysed without one.
         buffers: names of all buffers; None: unknown, every name is taken for a buffer.
         active: `_host` names that the interface has activated; an override may name these.
-        can_replay: whether the host may compute mirrors: they are memory of their own, with versions.
+        can_replay: whether mirrors may be computed: nothing but staging, transfers and this plugin writes them.
         watched: `active` and the `_host` names among the registered host-prepare functions' arguments.
         checks_entry: whether a mirror that is stale at entry can be told; with an interface it can.
         on_unknown: what a call of unknown effect means.
@@ -111,7 +112,8 @@ class Setting:
             active=active,
             watched=active | prepared,
             checks_entry=True,
-            can_replay=hasattr(buffer, "mark_mirror"),
+            # A release whose switch writes host twins itself leaves no old values to compute from.
+            can_replay=hasattr(buffer, "mark_mirror") or host.features["pages_per_pool"],
             on_unknown=on_unknown,
             device_type=torch.device(info.device).type,
         )

@@ -9,12 +9,14 @@ Rules:
 1. Consumers are the GraphModules below the wrapper, annotated modules, and what takes their place later; a GraphModule
    that takes `**kwargs` reads everything; any other module reads the mirrors among its keyword arguments.
 2. `run_host_prepare_for_attention_forward`, `get_arg("x_host")`, `unnest_sequences` and every registered host reader
-   are consumers too. `named_args` is not, because it names every argument: a mirror that the wrapper's own Python takes
-   out of it and reads must be asked for by `get_arg`.
+   are consumers too. `named_args` is not, because it names every argument; a mirror that the wrapper's own Python takes
+   out of it and works on with torch is brought up to date then. Only numpy views of it go unseen.
 3. A write into a device buffer that is no registered mutation (`get_arg("input_pos").add_(1)`, a consumer that writes
    its argument) is noticed by torch's version counters, and makes every mirror stale: the counters do not say which
    buffer it was.
-4. After the forward, the mirrors in `live_out` are brought up to date.
+4. A method of the interface that is neither registered nor known to be harmless gets every mirror first
+   (`on_unknown: full`) or is refused (`error`).
+5. After the forward, the mirrors in `live_out` are brought up to date.
 
 The hooks are installed by the call itself on the modules that it finds under the consumers' names, so a copy, an
 unpickled wrapper and one whose consumers were compiled have them as soon as they run; what the interface needs is put
@@ -23,22 +25,28 @@ on it when the forward begins and taken off when it ends.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from types import FrameType
+from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch.fx import GraphModule
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
-from auto_deploy_ext import host_mirrors
+from auto_deploy_ext import host_mirrors, metadata_arithmetic, tracked_mirrors
 from auto_deploy_ext.active_args import META_KEY, consumer_args
 from auto_deploy_ext.consumer_check import ConsumerCheck
 from auto_deploy_ext.effects import (
     BUILT_IN_MUTATIONS,
     HOST_READERS,
     MUTATIONS,
+    NEUTRAL_METHODS,
     HostReader,
     MutationSpec,
     buffer_of,
@@ -47,10 +55,12 @@ from auto_deploy_ext.effects import (
 )
 from auto_deploy_ext.interface_nodes import is_orchestrator_graph
 from auto_deploy_ext.orchestrator.rebound import ReboundForward, unbound_original
-from auto_deploy_ext.program import split_override
+from auto_deploy_ext.program import UnknownEffectError, split_override
 
 #: sorted `_host` names that a consumer reads; None: it does not say, so everything.
 Reads = tuple[str, ...] | None
+
+OnUnknown = Literal["full", "error"]
 
 
 class HookedForward(ReboundForward):
@@ -62,6 +72,7 @@ class HookedForward(ReboundForward):
         consumers: qualified name of each consumer -> the names of its arguments, None where it does not say.
         live_out: `_host` names that something reads after the forward.
         reason: why the wrapper is not traced.
+        on_unknown: what a call of unknown effect on the interface means.
         original: see `ReboundForward`.
     """
 
@@ -72,9 +83,11 @@ class HookedForward(ReboundForward):
         consumers: Mapping[str, tuple[str, ...] | None],
         live_out: tuple[str, ...] = (),
         reason: str = "",
+        on_unknown: OnUnknown = "full",
         original: Callable[..., Any] | None = None,
     ) -> None:
         super().__init__(owner, parameter, original)
+        self.on_unknown = on_unknown
         self.live_out = live_out
         self.reason = reason
         self.reads: dict[str, Reads] = {
@@ -91,8 +104,9 @@ class HookedForward(ReboundForward):
             return self.original(*args, **kwargs)
         self._hook_consumers()
         reads = {id(module): (path, self.reads[path]) for path, module in self._hooked.items()}
-        with _demand(interface, reads) as demand:
-            result = self.original(*args, **kwargs)
+        with _demand(interface, reads, self.on_unknown) as demand:
+            with _WatchReads(demand):
+                result = self.original(*args, **kwargs)
             demand.bring(self.live_out, "live_out")
         return result
 
@@ -116,7 +130,13 @@ class HookedForward(ReboundForward):
         return {**super()._state(), "_hooked": {}, "_check": ConsumerCheck(self._check.expected)}
 
 
-def install(owner: nn.Module, parameter: str, live_out: tuple[str, ...] = (), reason: str = "") -> HookedForward:
+def install(
+    owner: nn.Module,
+    parameter: str,
+    live_out: tuple[str, ...] = (),
+    reason: str = "",
+    on_unknown: OnUnknown = "full",
+) -> HookedForward:
     """Make a wrapper's inference path run with mirrors on demand; a second call replaces the first's.
 
     Args:
@@ -124,16 +144,24 @@ def install(owner: nn.Module, parameter: str, live_out: tuple[str, ...] = (), re
         parameter: the parameter of its forward that receives the interface.
         live_out: `_host` names that something reads after the forward.
         reason: why it is not traced.
+        on_unknown: see `HookedForward`.
     """
-    hooked = would_hook(owner, parameter, live_out, reason)
+    hooked = would_hook(owner, parameter, live_out, reason, on_unknown)
     hooked._hook_consumers()
     owner.forward = hooked
     return hooked
 
 
-def would_hook(owner: nn.Module, parameter: str, live_out: tuple[str, ...] = (), reason: str = "") -> HookedForward:
+def would_hook(
+    owner: nn.Module,
+    parameter: str,
+    live_out: tuple[str, ...] = (),
+    reason: str = "",
+    on_unknown: OnUnknown = "full",
+) -> HookedForward:
     """What `install` would bind; the wrapper is not changed."""
-    return HookedForward(owner, parameter, find_consumers(owner), live_out, reason, unbound_original(owner))
+    consumers = find_consumers(owner)
+    return HookedForward(owner, parameter, consumers, live_out, reason, on_unknown, unbound_original(owner))
 
 
 def find_consumers(owner: nn.Module) -> dict[str, tuple[str, ...] | None]:
@@ -158,6 +186,7 @@ def _eager_modules(owner: nn.Module, consumers: Collection[str]) -> Iterator[nn.
 def _hook(module: nn.Module) -> None:
     if fetch_before not in module._forward_pre_hooks.values():
         module.register_forward_pre_hook(fetch_before, with_kwargs=True, prepend=True)
+        module.register_forward_hook(leave_consumer, always_call=True)
 
 
 def fetch_before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -170,6 +199,29 @@ def fetch_before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         demand.bring_all(path)
     else:
         demand.bring(reads, path)
+    if id(module) in demand.reads:
+        demand.enter_consumer(module)
+
+
+def leave_consumer(module: nn.Module, args: Any, result: Any) -> None:
+    """The forward hook of a consumer: the wrapper's own code goes on, also after an error."""
+    demand = _active.get()
+    if demand is not None:
+        demand.leave_consumer(module)
+
+
+class _WatchReads(TorchFunctionMode):
+    """Brings a mirror up to date before the wrapper's own code works on its memory; consumers have theirs already."""
+
+    def __init__(self, demand: _Demand) -> None:
+        super().__init__()
+        self._demand = demand
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") != "__get__" and not self._demand.is_host_code(sys._getframe(1)):
+            self._demand.bring_touched((args, kwargs))
+        return func(*args, **kwargs)
 
 
 # -- one forward ------------------------------------------------------------------------------------------------------
@@ -178,14 +230,22 @@ def fetch_before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 class _Demand:
     """What happens to the mirrors of one interface during one forward."""
 
-    def __init__(self, interface: Any, reads: dict[int, tuple[str, Reads]]) -> None:
+    def __init__(self, interface: Any, reads: dict[int, tuple[str, Reads]], on_unknown: OnUnknown) -> None:
         self.interface = interface
+        self._on_unknown = on_unknown
+        self._inside: list[tuple[nn.Module, Any]] = []
+        self._memory: list[tuple[int, int, str]] | None = None
         self.info = getattr(interface, "info", interface)
         self.reads = reads
         self._buffers = frozenset(self.info._input_buffer.tensor_names)
         self._regions = [n for n in sorted(self._buffers) if n.startswith("cache_loc") or n == "input_pos"]
         kinds = (*type(self.info).__mro__, *type(interface).__mro__)
         self._host_code = {kind.__module__ for kind in kinds if kind is not object}
+        #: the host's own code, and what moves mirrors.
+        self._host_packages = (
+            *(f"{name.rpartition('.')[0]}." for name in self._host_code if "." in name),
+            *(host_mirrors.__name__, tracked_mirrors.__name__, metadata_arithmetic.__name__),
+        )
         self._counters = self._read_counters()
 
     def bring(self, names: Collection[str], trigger: str) -> None:
@@ -198,6 +258,43 @@ class _Demand:
     def bring_all(self, trigger: str) -> None:
         """The same for every mirror."""
         self.bring(tuple(map(mirror_of, self._buffers)), trigger)
+
+    # Reads by the wrapper's own code.
+
+    def is_host_code(self, frame: FrameType) -> bool:
+        """Whether a frame belongs to the host, or to what moves mirrors, rather than to the wrapper."""
+        name = str(frame.f_globals.get("__name__"))
+        return name in self._host_code or name.startswith(self._host_packages)
+
+    def enter_consumer(self, module: nn.Module) -> None:
+        """Stop watching: what runs now is a consumer, which may be compiled, and its mirrors are up to date."""
+        guard = torch._C.DisableTorchFunction()
+        guard.__enter__()
+        self._inside.append((module, guard))
+
+    def leave_consumer(self, module: nn.Module) -> None:
+        """Watch again."""
+        if self._inside and self._inside[-1][0] is module:
+            self._inside.pop()[1].__exit__(None, None, None)
+
+    def bring_touched(self, arguments: Any) -> None:
+        """Bring the mirrors up to date whose memory one of these arguments shares."""
+        touched: set[str] = set()
+
+        def look(tensor: torch.Tensor) -> None:
+            if tensor.device.type == "cpu" and type(tensor) is torch.Tensor and tensor.numel():
+                start = tensor.data_ptr()
+                touched.update(n for first, end, n in self._mirror_memory() if first <= start < end)
+
+        tree_map_only(torch.Tensor, look, arguments)
+        self.bring(touched, "the orchestrator's own code")
+
+    def _mirror_memory(self) -> list[tuple[int, int, str]]:
+        """First byte, end and name of every mirror."""
+        if self._memory is None:
+            views = {name: host_mirrors.host_view(self.info, name) for name in sorted(self._buffers)}
+            self._memory = [(v.data_ptr(), v.data_ptr() + v.nbytes, mirror_of(n)) for n, v in views.items()]
+        return self._memory
 
     # Writes that are no mutation.
 
@@ -236,10 +333,30 @@ class _Demand:
     def _wrappers(self, owner: Any) -> list[tuple[str, Callable[..., Any]]]:
         mutations = [(n, s) for n, s in MUTATIONS.items() if callable(getattr(owner, n, None))]
         readers = [(n, r) for n, r in HOST_READERS.items() if callable(getattr(owner, n, None))]
+        unknown = [n for n in dir(type(owner)) if self._is_unknown(type(owner), n)]
         return [
             *((n, self._quietened(getattr(owner, n), s)) for n, s in mutations),
             *((n, self._fetching(getattr(owner, n), r)) for n, r in readers),
+            *((n, self._refreshed(getattr(owner, n), n)) for n in unknown),
         ]
+
+    @staticmethod
+    def _is_unknown(kind: type, name: str) -> bool:
+        known = name in MUTATIONS or name in HOST_READERS or name in NEUTRAL_METHODS or name.startswith("_")
+        return not known and inspect.isfunction(inspect.getattr_static(kind, name))
+
+    def _refreshed(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not self.is_host_code(sys._getframe(1)):
+                if self._on_unknown == "error":
+                    raise UnknownEffectError(
+                        f"{name}() is not registered: register it with auto_deploy_ext.register_mutation or "
+                        "register_host_reader, or set on_unknown: full"
+                    )
+                self.bring_all(name)
+            return method(*args, **kwargs)
+
+        return call
 
     def _quietened(self, method: Callable[..., Any], spec: MutationSpec) -> Callable[..., Any]:
         def mutation(*args: Any, **kwargs: Any) -> Any:
@@ -280,8 +397,8 @@ _active: ContextVar[_Demand | None] = ContextVar("auto_deploy_ext_demand", defau
 
 
 @contextmanager
-def _demand(interface: Any, reads: dict[int, tuple[str, Reads]]) -> Iterator[_Demand]:
-    demand = _Demand(interface, reads)
+def _demand(interface: Any, reads: dict[int, tuple[str, Reads]], on_unknown: OnUnknown) -> Iterator[_Demand]:
+    demand = _Demand(interface, reads, on_unknown)
     token = _active.set(demand)
     try:
         with demand.watching():

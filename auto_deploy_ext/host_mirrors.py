@@ -222,6 +222,11 @@ class VersionedMirrors:
     def before_host_write(self) -> None:
         """Do nothing: uploads read staging slots."""
 
+    @property
+    def device_version(self) -> dict[str, int]:
+        """The version of each buffer on the device."""
+        return self._buffer.device_version
+
     def host_view(self, name: str) -> torch.Tensor:
         """See `host_view`."""
         return self._buffer.get_host_memory(buffer_of(name))

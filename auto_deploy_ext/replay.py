@@ -83,8 +83,8 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 def device_versions(info: Any, names: tuple[str, ...]) -> dict[str, int]:
     """Return the versions of buffers on the device, by which `replay` tells what a mutation has written."""
-    known = info._input_buffer.device_version
-    return {name: known[name] for name in names}
+    known = host_mirrors.mirrors_of(info).device_version
+    return {name: known.get(name, 0) for name in names}
 
 
 def replay(info: Any, mutation: str, before: dict[str, int], operand: Callable[[], torch.Tensor]) -> None:

@@ -175,7 +175,7 @@ class _Passes:
         if spec is None or node is None or not spec.replays or not event.writes or node in refused:
             return False
         if not program.setting.can_replay:
-            refused[node] = "the host's mirrors are no memory of their own"
+            refused[node] = "this release writes host twins itself"
         elif node.op == "call_function" and node.target not in (ops.mutate, ops.invoke):
             refused[node] = "it is called through a function"
         elif spec.operand is not None and event.operand_shared:

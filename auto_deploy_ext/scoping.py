@@ -14,7 +14,7 @@ from auto_deploy_ext import host_mirrors
 from auto_deploy_ext.consumer_check import check_when_called
 from auto_deploy_ext.effects import mirror_of
 from auto_deploy_ext.events import Setting
-from auto_deploy_ext.hooks import HookedForward, install, would_hook
+from auto_deploy_ext.hooks import HookedForward, find_consumers, install, would_hook
 from auto_deploy_ext.interface_nodes import is_orchestrator_graph
 from auto_deploy_ext.mirror_plan import ConsumerReads, MirrorPlan, make_plan
 from auto_deploy_ext.orchestrator import (
@@ -77,7 +77,8 @@ class Recipe:
 
     def uncovered(self, owner: nn.Module, parameter: str) -> HookedForward:
         """What runs a batch that no variant covers: the original forward, with mirrors on demand."""
-        return would_hook(owner, parameter, self.options.live_out, "no traced variant covers the batch")
+        reason = "no traced variant covers the batch"
+        return would_hook(owner, parameter, self.options.live_out, reason, self.options.on_unknown)
 
 
 def analyse(graphs: Mapping[str, GraphModule], cm: Any, options: ScopeOptions) -> dict[str, Analysis]:
@@ -191,14 +192,14 @@ def plan_module(module: nn.Module, cm: Any, options: ScopeOptions, strategy: str
         parameter = find_interface_arg(own_forward(owner), options.interface_arg)
         if options.mode == "hooks":
             reason = "mode: hooks asks for mirrors on demand"
-            return _demand_plan(would_hook(owner, parameter, options.live_out, reason), cm, options)
+            return _demand_plan(would_hook(owner, parameter, options.live_out, reason, options.on_unknown), cm, options)
         try:
             graphs = orchestrator_graphs(owner) or _trace(owner, cm, options)
         except UntraceableError as error:
             if options.mode == "graph":
                 raise
             reason = f"the orchestrator cannot be traced: {error}"
-            return _demand_plan(would_hook(owner, parameter, options.live_out, reason), cm, options)
+            return _demand_plan(would_hook(owner, parameter, options.live_out, reason, options.on_unknown), cm, options)
     analyses = analyse(graphs, cm, options)
     done = {gm.meta[STRATEGY_KEY] for gm in graphs.values() if STRATEGY_KEY in gm.meta}
     strategy = strategy or (done.pop() if len(done) == 1 else options.strategy)
@@ -214,8 +215,13 @@ def _trace(owner: nn.Module, cm: Any, options: ScopeOptions) -> dict[str, Orches
 
 
 def _hook(owner: nn.Module, parameter: str, cm: Any, options: ScopeOptions, reason: str) -> tuple[MirrorPlan, int]:
+    if not find_consumers(owner):
+        raise ScopeError(
+            f"{type(owner).__name__} holds no GraphModule, so no consumer could be given its mirrors ({reason}): "
+            "run the pass after export, at the end of stage cache_init"
+        )
     logger.warning("%s: %s; its mirrors are brought up to date on demand", type(owner).__name__, reason)
-    hooked = install(owner, parameter, options.live_out, reason)
+    hooked = install(owner, parameter, options.live_out, reason, options.on_unknown)
     return _demand_plan(hooked, cm, options), len(hooked.reads)
 
 

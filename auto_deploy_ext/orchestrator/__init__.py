@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 from auto_deploy_ext.hostfuncs.drains import insert_drains
 
 from .dispatch import Dispatcher, bind_variants, dispatcher_of, orchestrator_graphs, original_forward
-from .errors import UntraceableError
+from .errors import UntraceableError, where_in_traceback
 from .example_batches import KINDS, set_batch
 from .finding import OrchestratorError, draft_length, find_interface_arg, find_orchestrator, is_orchestrator_graph
 from .graph_module import OrchestratorGraph
@@ -64,13 +64,31 @@ def trace_orchestrator(
         `graph_module.guards(cm, owner)` tests them.
 
     Raises:
-        UntraceableError: no graph can stand for the forward; the line is named.
+        UntraceableError: no graph can stand for the forward, or the wrapper asserts that it takes no such batch; the
+            line is named.
         OrchestratorError: the wrapper or its interface parameter cannot be found.
 
     Example:
+        >>> from auto_deploy_ext.orchestrator.example_batches import set_batch
+        >>> set_batch(cm, "extend", draft_len=3)
         >>> graph_module = trace_orchestrator(wrapper, cm)
-        >>> graph_module.graph.print_tabular()
+        >>> print(graph_module.code)
     """
+    try:
+        return _trace(module, cm, orchestrator, interface_arg, variant)
+    except AssertionError as error:
+        counts = cm.info.batch_info.get_num_sequences()
+        raise UntraceableError(
+            f"the orchestrator asserts that {error or 'it takes no such batch'}; the interface holds a batch of "
+            f"{counts[0]} prefill, {counts[1]} extend and {counts[2]} decode rows. Nest one that it takes, for example "
+            'with auto_deploy_ext.orchestrator.example_batches.set_batch(cm, "extend", draft_len)',
+            where_in_traceback(error.__traceback__),
+        ) from error
+
+
+def _trace(
+    module: nn.Module, cm: Any, orchestrator: str | None, interface_arg: str | None, variant: str
+) -> GraphModule:
     owner = find_orchestrator(module, orchestrator)
     if isinstance(owner, GraphModule) and is_orchestrator_graph(owner):
         return owner
@@ -128,7 +146,7 @@ def trace_variants(
             if any(v.guards(cm, owner) for v in variants.values()):
                 continue
             try:
-                traced = trace_orchestrator(owner, cm, interface_arg=interface_arg, variant=kind)
+                traced = _trace(owner, cm, None, interface_arg, kind)
             except AssertionError as error:
                 left_out.append(f"{kind}: the wrapper asserts {error}")
                 continue
