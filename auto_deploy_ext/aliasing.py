@@ -31,8 +31,13 @@ _FRESH_LAYERS = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.modules.c
 _OVERWRITES = frozenset({"copy_", "fill_", "zero_"})
 
 
+def is_metadata(attribute: Any) -> bool:
+    """Whether an attribute of a tensor says nothing about its elements."""
+    return attribute in _METADATA_ATTRIBUTES
+
+
 @cache
-def _aten_result_aliases(name: str) -> bool | None:
+def aten_result_aliases(name: str) -> bool | None:
     """Whether a torch function or method of that name may return memory of its arguments; None: unknown name."""
     packet = getattr(torch.ops.aten, name, None)
     if packet is None:
@@ -73,14 +78,14 @@ def result_may_alias(node: Node) -> bool:
     name = _function_name(node)
     if node.op == "call_function" and getattr(target, "__module__", None) == "_operator":
         return name.startswith("i") and name not in ("index", "invert", "is_", "is_not", "inv")
-    return _aten_result_aliases(name) is not False
+    return aten_result_aliases(name) is not False
 
 
 def is_known(node: Node) -> bool:
     """Whether a call_function or call_method node is of an operator that torch knows, so that schemas tell the rest."""
     if isinstance(node.target, torch._ops.OpOverload) or node.target in (getattr, operator.getitem):
         return True
-    return _aten_result_aliases(_function_name(node)) is not None
+    return aten_result_aliases(_function_name(node)) is not None
 
 
 def is_view(node: Node) -> bool:
@@ -113,7 +118,7 @@ def written_inputs(node: Node) -> tuple[Node, ...]:
 
 
 @cache
-def _writes_only_by_keyword(target: Any) -> bool:
+def writes_only_by_keyword(target: Any) -> bool:
     """Whether a function writes none of its arguments unless a keyword argument (`out`, `inplace`) says so."""
     if target is getattr or target is operator.getitem:
         return True
@@ -123,7 +128,7 @@ def _writes_only_by_keyword(target: Any) -> bool:
 
 def _written_by_function(node: Node) -> list[Any]:
     """What `torch.relu_(x)`, `torch.add(x, y, out=z)`, `operator.iadd(x, y)` and `ops.call` of such a name write."""
-    if not node.kwargs and _writes_only_by_keyword(node.target):
+    if not node.kwargs and writes_only_by_keyword(node.target):
         return []
     written = [node.kwargs["out"]] if node.kwargs.get("out") is not None else []
     args = node.args

@@ -168,8 +168,12 @@ def _captured_graphs(
                 fitting = [(name, gm) for name, gm in rewritten.items() if gm.guards(cm, owner)]
                 name, gm = fitting[0] if fitting else (kind, None)
                 found[name] = gm or trace_orchestrator(owner, cm, interface_arg=interface_arg, variant=kind)
-            except (AssertionError, ValueError) as error:  # a batch that the wrapper, or the interface, does not take
+            except ValueError as error:  # a batch that the interface is too small for
                 refused.append(f"{kind}: {error}")
+            except UntraceableError as error:
+                if not isinstance(error.__cause__, AssertionError):
+                    raise
+                refused.append(f"{kind}: {error}")  # one that the wrapper does not take
     if not found:
         raise UntraceableError(f"{type(owner).__name__} takes none of the captured batches ({'; '.join(refused)})")
     return found

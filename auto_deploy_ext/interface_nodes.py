@@ -62,8 +62,9 @@ def _nested_interface_arguments(gm: GraphModule, node: Node, memo: dict[int, lis
     module = submodule_at(gm, str(node.target))
     if not isinstance(module, GraphModule):
         return
-    bound = bind_arguments(module.graph, node.args, node.kwargs)
-    for root in _roots(module, None, memo):
+    roots = _roots(module, None, memo)
+    bound = bind_arguments(module.graph, node.args, node.kwargs) if roots else {}
+    for root in roots:
         if isinstance(bound.get(root), Node):
             yield bound[root]
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
+import torch
 from torch.fx import Graph, GraphModule, Node
 
 from auto_deploy_ext import aliasing
@@ -100,6 +103,12 @@ class OperandFinder:
             return
         if node.op == "get_attr":
             memory.unite(node, memory.attributes.setdefault(str(node.target), node))
+            return
+        plain = _plain_source(node)
+        if plain is not None:
+            if node.users:
+                for source in plain:
+                    memory.unite(node, source)
             return
         for target in (*aliasing.written_inputs(node), *self._written_by_call(node)):
             memory.writes.append((node, target))
@@ -295,6 +304,37 @@ def _aliased_inputs(node: Node) -> tuple[Node, ...]:
     if first_only and node.args and name not in _ALIAS_ALL and node.kwargs.get("out") is None:
         return tuple(aliasing.nodes_in(node.args[0]))
     return tuple(node.all_input_nodes)
+
+
+@cache
+def _plain_kind(function: Any) -> str:
+    """What a function's result shares memory with, of one that writes nothing: "new", "first" or "unknown" (ask)."""
+    if function is operator.getitem:
+        return "first"
+    name = str(getattr(function, "__name__", ""))
+    from_torch = str(getattr(function, "__module__", None) or "torch").partition(".")[0] == "torch"
+    operators = (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._ops.HigherOrderOperator)
+    if not from_torch or isinstance(function, operators) or name == "cond" or name in _ALIAS_ALL:
+        return "unknown"
+    aliases = aliasing.aten_result_aliases(name)
+    if aliases is None or not aliasing.writes_only_by_keyword(function):
+        return "unknown"
+    return "first" if aliases else "new"
+
+
+def _plain_source(node: Node) -> Sequence[Node] | None:
+    """The inputs whose memory the result of a common call may share; None: it may write, or one has to look closer."""
+    target = node.target
+    if target is ops.mutate:
+        return ()
+    if node.op != "call_function" or not node.args:
+        return None
+    if target is getattr:
+        return () if aliasing.is_metadata(node.args[1]) else node.all_input_nodes
+    kind = _plain_kind(target)
+    if kind == "unknown" or (node.kwargs and not node.kwargs.keys().isdisjoint(("out", "inplace"))):
+        return None
+    return () if kind == "new" else aliasing.nodes_in(node.args[0])
 
 
 def _is_branch(node: Node) -> bool:
