@@ -117,7 +117,7 @@ def _moves_nothing(*args: Any, **kwargs: Any) -> None:
     return None
 
 
-def mutate(info: Any, name: str, *operands: Any, active_args: tuple[str, ...] | None = None, **kwargs: Any) -> Any:
+def mutate(info: Any, name: str, /, *operands: Any, active_args: tuple[str, ...] | None = None, **kwargs: Any) -> Any:
     """Call the metadata mutation `name` and have it mirror what `active_args` says.
 
     Args:

@@ -215,6 +215,7 @@ def _trace(owner: nn.Module, cm: Any, options: ScopeOptions) -> dict[str, Orches
 
 
 def _hook(owner: nn.Module, parameter: str, cm: Any, options: ScopeOptions, reason: str) -> tuple[MirrorPlan, int]:
+    _check_live_out(options.live_out, Setting.of(cm))
     if not find_consumers(owner):
         raise ScopeError(
             f"{type(owner).__name__} holds no GraphModule, so no consumer could be given its mirrors ({reason}): "

@@ -66,6 +66,13 @@ def entry_signature(interface: Any) -> tuple[Any, ...]:
     return (*info.batch_info.serialize().tolist(), *lengths)
 
 
+def argument_names(interface: Any) -> tuple[str, ...]:
+    """The names of an interface's arguments: the active ones, and the extra ones that came with the batch."""
+    info = interface.info
+    extra = getattr(info, "_extra_args", None) or {}
+    return (*info._active_args, *(name for name, value in extra.items() if value is not None))
+
+
 @dataclass
 class Guards:
     """A compiled conjunction of guards.
@@ -87,7 +94,10 @@ class Guards:
             namespace = dict(self.constants)
             exec(compile(self.source, "<guards>", "exec"), namespace)
             self._function = namespace["guard"]
-        return self._function(interface, owner)
+        try:
+            return self._function(interface, owner)
+        except AttributeError:  # what was there when the variant was traced is gone
+            return False
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_function": None}
@@ -103,11 +113,19 @@ class GuardBuilder:
         values: the value that each node had in the example batch.
         phases: how many host effects had happened when each node was recorded.
         signature: the `entry_signature` of the example batch.
+        names: its `argument_names`.
     """
 
-    def __init__(self, values: Mapping[Node, Any], phases: Mapping[Node, int], signature: tuple[Any, ...]) -> None:
+    def __init__(
+        self,
+        values: Mapping[Node, Any],
+        phases: Mapping[Node, int],
+        signature: tuple[Any, ...],
+        names: tuple[str, ...],
+    ) -> None:
         self._values = values
         self._signature = signature
+        self._names_at_entry = names
         self._phases = phases
         self._effects: list[tuple[Node, Callable[[Any], None] | None]] = []
         self._opaque: tuple[int, str] | None = None
@@ -163,20 +181,71 @@ class GuardBuilder:
         """Guard that the batch is generate-only at entry, or that it is not."""
         self._add(("" if expected else "not ") + "interface.info.batch_info.is_generate_only()")
 
+    def require_present(self, node: Node) -> None:
+        """Guard that an attribute of the interface's objects is something, as it was."""
+        if not self._is_static(node) and not self._depends_on_tensor(node):
+            self._add(f"{self._expression(node, self.phase)} is not None")
+
+    def require_missing(self, node: Node, name: str) -> None:
+        """Guard that an object of the interface has no attribute `name`."""
+        self._add(f"not hasattr({self._expression(node, self.phase)}, {name!r})")
+
+    def require_same_names(self) -> None:
+        """Guard that the interface has the same arguments, extra ones of a batch included."""
+        expected = self._names_at_entry
+        self._add(f"{self._constant(argument_names)}(interface) == {expected!r}")
+
+    def require_none_or_not(self, path: str, value: Any) -> None:
+        """Guard that an attribute that is read at run time is None where it was, and something where it was."""
+        self._add(f"owner.{path} is {'' if value is None else 'not '}None")
+
+    def require_module(self, path: str, module: Any) -> None:
+        """Guard that a submodule that was traced through is of the same class still."""
+        place = f"owner.get_submodule({path!r})"
+        self._add(f"type({place}) is {self._constant(self._class_of(module))}")
+
+    @staticmethod
+    def _class_of(module: Any) -> type:
+        watched = type(module)
+        return watched.__mro__[1] if "__traced__" in vars(watched) else watched
+
     def require_attribute(self, path: str, expected: Any) -> None:
         """Guard that the wrapper's attribute `path` (dotted) equals `expected`."""
+        # A copy: the guard must not follow the wrapper's own list.
+        expected = expected.copy() if isinstance(expected, list) else expected
         self._add(f"owner.{path} == {self._constant(expected)}" if expected is not None else f"owner.{path} is None")
 
     def _require(self, node: Node, condition: Callable[[str], str]) -> None:
         if self._is_static(node):
+            self._require_own_tensors(node)
             tensor_device = next((v.device for v in self._tensors_below(node)), None)
             if tensor_device is not None:
                 self._add(f"interface.device == {self._constant(tensor_device)}")
             return
         if self._depends_on_tensor(node):
             self._require_signature()
+            self._require_own_tensors(node)
             return
         self._add(condition(self._expression(node, self.phase)))
+
+    def _require_own_tensors(self, node: Node) -> None:
+        """Guard the shapes of the wrapper's own tensors that a condition depends on."""
+        for source in (node, *node.all_input_nodes):
+            value: Any = self._values.get(source)
+            own = source.op == "get_attr" or (source.target is getattr and _is_owner(source.args[0]))
+            if own and _is_tensor(value):
+                text = self._own_tensor(source)
+                self._add(
+                    f"tuple({text}.shape) == {tuple(value.shape)!r} and {text}.dtype is {self._constant(value.dtype)}"
+                )
+            elif source is not node:
+                self._require_own_tensors(source)
+
+    @staticmethod
+    def _own_tensor(node: Node) -> str:
+        path = str(node.target) if node.op == "get_attr" else str(node.args[1])
+        module, _, name = path.rpartition(".")
+        return f"owner.get_submodule({module!r}).{name}" if module else f"owner.{name}"
 
     def _require_signature(self) -> None:
         self._add(f"{self._constant(entry_signature)}(interface) == {self._signature!r}")
@@ -347,6 +416,10 @@ class GuardBuilder:
         """Return the guards collected so far."""
         body = "\n".join([*self._lines, "    return True"])
         return Guards(f"def guard(interface, owner):\n{body}\n", dict(self._constants), tuple(self._conditions))
+
+
+def _is_owner(value: Any) -> bool:
+    return isinstance(value, Node) and value.op == "get_attr" and value.target == "owner"
 
 
 def _is_tensor(value: Any) -> bool:

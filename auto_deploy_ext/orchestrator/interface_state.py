@@ -31,8 +31,8 @@ def preserved(interface: Any) -> Iterator[None]:
         for obj, fields in attributes:
             vars(obj).clear()
             vars(obj).update(_copy_containers(fields))
-        with torch.no_grad():
-            for tensor, saved in tensors:
+        for tensor, saved in tensors:
+            with torch.inference_mode(tensor.is_inference()), torch.no_grad():
                 tensor.copy_(saved)
 
 

@@ -86,7 +86,9 @@ class ModuleState:
                 state._write(path, module, name, value)
 
         return type(
-            cls.__name__, (cls,), {"__getattribute__": read, "__setattr__": write, "__module__": cls.__module__}
+            cls.__name__,
+            (cls,),
+            {"__getattribute__": read, "__setattr__": write, "__module__": cls.__module__, "__traced__": True},
         )
 
     def _read(self, path: str, module: nn.Module, name: str, value: Any) -> Any:

@@ -26,6 +26,7 @@ Override = tuple[str, ...] | None
 def mutate(
     info: Any,
     name: str,
+    /,
     *operands: Any,
     active_args: Override = None,
     replays: tuple[str, ...] = (),
@@ -106,31 +107,31 @@ def snapshot_operand(info: Any, operand: torch.Tensor, mutation: str) -> Any:
 
 
 @has_side_effect
-def invoke(obj: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+def invoke(obj: Any, name: str, /, *args: Any, **kwargs: Any) -> Any:
     """Call the method `name` of `obj`, anything that is no tensor and no registered mutation."""
     return getattr(obj, name)(*args, **kwargs)
 
 
 @has_side_effect
-def call_inplace(tensor: torch.Tensor, name: str, *args: Any, **kwargs: Any) -> Any:
+def call_inplace(tensor: torch.Tensor, name: str, /, *args: Any, **kwargs: Any) -> Any:
     """Call the in-place method `name` (`fill_`, `copy_`, `__iadd__`, ...) of `tensor`."""
     return getattr(tensor, name)(*args, **kwargs)
 
 
 @has_side_effect
-def setitem(obj: Any, index: Any, value: Any) -> None:
+def setitem(obj: Any, index: Any, value: Any, /) -> None:
     """Do `obj[index] = value`."""
     obj[index] = value
 
 
 @has_side_effect
-def set_attribute(owner: Any, name: str, value: Any) -> None:
+def set_attribute(owner: Any, name: str, value: Any, /) -> None:
     """Do `owner.name = value`."""
     setattr(owner, name, value)
 
 
 @has_side_effect
-def call(name: str, *args: Any, **kwargs: Any) -> Any:
+def call(name: str, /, *args: Any, **kwargs: Any) -> Any:
     """Call the function of that qualified name (`torch.cuda.synchronize`), which has effects that FX cannot see."""
     return _resolve(name)(*args, **kwargs)
 

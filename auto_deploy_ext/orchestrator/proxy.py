@@ -49,6 +49,12 @@ class ValueProxy(Proxy):
     def __getattr__(self, name: str) -> Any:
         return self.tracer.read_attribute(self, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("node", "tracer"):
+            object.__setattr__(self, name, value)
+        else:
+            self.tracer.record("call_function", ops.set_attribute, (self, name, value), {})
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Record a call of a callable object that the interface holds."""
         return self.tracer.record_call(self, args, kwargs)
@@ -179,7 +185,7 @@ def _install_operators() -> None:
 
     def inplace(name: str) -> Any:
         def method(self: ValueProxy, other: Any) -> Any:
-            if not isinstance(self.tracer.values[self.node], torch.Tensor):
+            if not isinstance(self.tracer.values[self.node], (torch.Tensor, list)):
                 return NotImplemented
             self.tracer.record("call_function", ops.call_inplace, (self, name, other), {})
             return self

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import operator
+import pkgutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +30,7 @@ from auto_deploy_ext.effects import BATCH_KIND_METHODS, MUTATIONS
 
 from . import ops
 from .errors import UntraceableError, where_in_source, where_in_traceback
-from .guards import GuardBuilder, entry_signature, is_pure_method
+from .guards import GuardBuilder, argument_names, entry_signature, is_pure_method
 from .module_state import ModuleState
 from .proxy import MethodProxy, ValueProxy
 
@@ -57,6 +58,9 @@ _FACTORIES = (
 
 #: calls whose effect no graph can repeat in the right place.
 _UNTRACEABLE_CUDA = ("stream", "Event", "current_stream", "default_stream", "set_stream", "graph")
+
+#: attributes that every interface has at all times.
+_ALWAYS_THERE = frozenset(("info", "batch_info", "named_args", "device", "num_sequences", "total_num_tokens"))
 
 #: methods of the interface and its SequenceInfo that leave `batch_info` alone.
 _NEUTRAL_METHODS = frozenset(
@@ -124,7 +128,7 @@ class OrchestratorTracer(Tracer):
         self.graph = Graph(tracer_cls=type(self))
         self.values: dict[Node, Any] = {}
         self.phases: dict[Node, int] = {}
-        self.guards = GuardBuilder(self.values, self.phases, entry_signature(interface))
+        self.guards = GuardBuilder(self.values, self.phases, entry_signature(interface), argument_names(interface))
         self.proxied = proxied
         self._interface = interface
         self.evaluating = False
@@ -266,10 +270,15 @@ class OrchestratorTracer(Tracer):
         self.values[node] = value = self._without_data(value)
         self.phases[node] = self.guards.phase
         if value is None:
-            if node.target in (getattr, operator.getitem):
+            if node.target in (getattr, operator.getitem) or (node.target is ops.invoke and node.args[1] == "get"):
                 self.guards.require_equal(node, None)
             return None
+        if node.target is getattr and node.args[1] not in _ALWAYS_THERE and not self._is_tensor_node(node.args[0]):
+            self.guards.require_present(node)
         return ValueProxy(node, self)
+
+    def _is_tensor_node(self, node: Any) -> bool:
+        return isinstance(self.values.get(node), torch.Tensor)
 
     def create_arg(self, a: Any) -> Any:
         """Turn an argument into what a node may hold; on top of FX's: dataclasses before dicts, sets, namespaces."""
@@ -396,7 +405,9 @@ class OrchestratorTracer(Tracer):
             spec = MUTATIONS[name]
             if spec.takes_override and self._takes_override(method):
                 kwargs["active_args_override"] = set()
-            return method(*map(self._zeros, operands), **{k: self._zeros(v) for k, v in kwargs.items()})
+            buffer = self._interface.info._input_buffer
+            with torch.inference_mode(buffer.get_view("input_ids").is_inference()):
+                return method(*map(self._zeros, operands), **{k: self._zeros(v) for k, v in kwargs.items()})
         if name == "run_host_prepare_for_attention_forward":
             return None
         try:
@@ -432,7 +443,14 @@ class OrchestratorTracer(Tracer):
         if name.startswith("__") and name.endswith("__"):
             raise AttributeError(name)
         with self.evaluation():
-            attribute = getattr(value, name)
+            try:
+                attribute = getattr(value, name)
+            except AttributeError:
+                if not isinstance(value, torch.Tensor):
+                    self.guards.require_missing(proxy.node, name)
+                raise
+        if name == "named_args":
+            self.guards.require_same_names()
         if callable(attribute) and not isinstance(attribute, (nn.Module, torch.Tensor, type)):
             return MethodProxy(proxy, name)
         result = self.record("call_function", getattr, (proxy, name), {})
@@ -478,11 +496,14 @@ class OrchestratorTracer(Tracer):
     def _record_mutation(self, receiver: ValueProxy, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kwargs = dict(kwargs)
         override = kwargs.pop("active_args_override", None)
+        spec = MUTATIONS[name]
+        position = 0 if spec.operand is None else spec.operand + 1
+        if spec.takes_override and len(args) > position:
+            override, args = args[position], args[:position]
         if override is not None:
             if not all(isinstance(item, str) for item in override):
                 raise UntraceableError(f"active_args_override of {name} is no set of names", where_in_source())
             kwargs["active_args"] = tuple(sorted(override))
-        spec = MUTATIONS[name]
         found = self._guard_generate_only() if spec.generates is True else None
         result = self.record("call_function", ops.mutate, (receiver, name, *args), kwargs)
         node = self._last_node()
@@ -519,7 +540,7 @@ class OrchestratorTracer(Tracer):
             return self._tensor_method_call(function, args, kwargs)
         if kwargs.get("out") is not None or kwargs.get("inplace") or ops.is_inplace_name(function.__name__):
             name = resolve_name(function)
-            if name is None:
+            if name is None or not _resolves(name, function):
                 raise UntraceableError(
                     f"calls {function}, which writes its argument and has no name", where_in_source()
                 )
@@ -566,6 +587,7 @@ class OrchestratorTracer(Tracer):
         for part in filter(None, path.split(".")):
             owner = self.record("call_function", getattr, (owner, part), {})
         node = self._node("call_function", getattr, (owner, name), {}, value)
+        self.guards.require_none_or_not(f"{path}.{name}".lstrip("."), value)
         return self._wrap(node, value)
 
     def assign_module_attribute(self, path: str, name: str, value: Any) -> None:
@@ -577,9 +599,11 @@ class OrchestratorTracer(Tracer):
 
     def call_submodule(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A submodule call: consumers and torch.nn layers are leaves, everything else is traced through."""
-        if not is_leaf(module):
-            return forward(*args, **kwargs)
         path = self._module_paths.get(id(module))
+        if not is_leaf(module):
+            if path:
+                self.guards.require_module(path, module)
+            return forward(*args, **kwargs)
         if path is None:
             raise UntraceableError(
                 f"calls a {type(module).__name__} that is no submodule of {type(self.root).__name__}", where_in_source()
@@ -606,6 +630,13 @@ def is_mutation_node(node: Node) -> bool:
     if node.target is ops.mutate:
         return True
     return node.op == "call_method" and node.target in MUTATIONS and not ops.is_tensor_copy(node)
+
+
+def _resolves(name: str, function: Any) -> bool:
+    try:
+        return pkgutil.resolve_name(name) is function
+    except (ImportError, AttributeError, ValueError):
+        return False
 
 
 def _is_impure(node: Node) -> bool:
