@@ -189,8 +189,8 @@ def _hook(module: nn.Module) -> None:
         module.register_forward_hook(leave_consumer, always_call=True)
 
 
-def fetch_before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """The forward pre-hook of a consumer: bring its stale mirrors up to date; nothing outside of such a forward."""
+def fetch(module: nn.Module, kwargs: Mapping[str, Any]) -> None:
+    """Bring the stale mirrors of a consumer up to date; nothing outside of such a forward."""
     demand = _active.get()
     if demand is None:
         return
@@ -199,7 +199,13 @@ def fetch_before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         demand.bring_all(path)
     else:
         demand.bring(reads, path)
-    if id(module) in demand.reads:
+
+
+def fetch_before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """The forward pre-hook of a consumer: fetch its mirrors, then let it be."""
+    fetch(module, kwargs)
+    demand = _active.get()
+    if demand is not None and id(module) in demand.reads:
         demand.enter_consumer(module)
 
 

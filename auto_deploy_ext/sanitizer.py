@@ -410,9 +410,9 @@ class Sanitizer:
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if module not in self._module_names:
             self.name_modules(module)
-        for hook in module._forward_pre_hooks.values():
-            if hook.__module__ == _HOOKS:
-                hook(module, args, {})  # mirrors on demand; this hook would come after ours
+        on_demand = sys.modules.get(_HOOKS)
+        if on_demand is not None:
+            on_demand.fetch(module, {})  # its own hook, where the module has it, comes after this one
         mirrors = _mirrors_among_arguments(module)
         if mirrors != ():
             self.check(self._module_names.get(module, type(module).__name__), mirrors)
