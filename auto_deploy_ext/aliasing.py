@@ -21,6 +21,23 @@ _PURE_VIEWS = frozenset(
     )
 )
 
+#: composite functions that may return their argument's memory although no schema says so.
+_UNDECLARED_ALIASES = frozenset(
+    (
+        *(
+            "alpha_dropout",
+            "atleast_1d",
+            "atleast_2d",
+            "atleast_3d",
+            "broadcast_tensors",
+            "cartesian_prod",
+            "dequantize",
+        ),
+        *("dropout", "einsum", "feature_alpha_dropout", "feature_dropout", "meshgrid", "sum_to_size", "type_as"),
+        *("unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"),
+    )
+)
+
 #: attributes of a tensor that say nothing about its elements.
 _METADATA_ATTRIBUTES = frozenset({"device", "dtype", "is_cuda", "layout", "ndim", "requires_grad", "shape"})
 
@@ -42,22 +59,35 @@ def aten_result_aliases(name: str) -> bool | None:
     packet = getattr(torch.ops.aten, name, None)
     if packet is None:
         return None
+    if name in _UNDECLARED_ALIASES:
+        return True
     overloads = [getattr(packet, overload) for overload in packet.overloads()]
     # `sum.out` and its like return what they were given to write: that is the call with `out=`.
     functional = [o for o in overloads if not any(a.is_out for a in o._schema.arguments)]
     return any(map(_result_aliases, functional))
 
 
-@cache
-def _result_aliases(overload: Any) -> bool:
-    return any(result.alias_info is not None for result in overload._schema.returns)
+#: an operator as a graph may hold it: one overload, or the packet of all that go by its name.
+_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+
+
+def _overloads(target: Any) -> list[Any]:
+    return [target] if isinstance(target, torch._ops.OpOverload) else [getattr(target, n) for n in target.overloads()]
 
 
 @cache
-def _written_arguments(overload: Any) -> tuple[tuple[int, str], ...]:
-    """Position and name of each argument that an operator writes."""
-    arguments = enumerate(overload._schema.arguments)
-    return tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
+def _result_aliases(target: Any) -> bool:
+    schemas = [overload._schema for overload in _overloads(target)]
+    undeclared = any(schema.name.rpartition("::")[2] in _UNDECLARED_ALIASES for schema in schemas)
+    return undeclared or any(result.alias_info is not None for schema in schemas for result in schema.returns)
+
+
+@cache
+def _written_arguments(target: Any) -> tuple[tuple[int, str], ...]:
+    """Position and name of each argument that an operator writes, in any of its overloads."""
+    arguments = [pair for overload in _overloads(target) for pair in enumerate(overload._schema.arguments)]
+    written = ((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
+    return tuple(dict.fromkeys(written))
 
 
 def _function_name(node: Node) -> str:
@@ -67,7 +97,7 @@ def _function_name(node: Node) -> str:
 def result_may_alias(node: Node) -> bool:
     """Whether a call_function or call_method node may return memory of its arguments; unknown ones may."""
     target = node.target
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, _OPERATORS):
         return _result_aliases(target)
     if target is getattr:
         return node.args[1] not in _METADATA_ATTRIBUTES
@@ -83,7 +113,7 @@ def result_may_alias(node: Node) -> bool:
 
 def is_known(node: Node) -> bool:
     """Whether a call_function or call_method node is of an operator that torch knows, so that schemas tell the rest."""
-    if isinstance(node.target, torch._ops.OpOverload) or node.target in (getattr, operator.getitem):
+    if isinstance(node.target, _OPERATORS) or node.target in (getattr, operator.getitem):
         return True
     return aten_result_aliases(_function_name(node)) is not None
 
@@ -91,18 +121,25 @@ def is_known(node: Node) -> bool:
 def is_view(node: Node) -> bool:
     """Whether a node is known to give a view, without reading an element."""
     if node.op == "call_function" and node.target is operator.getitem:
-        return not any(True for _ in nodes_in(node.args[1]))
+        return not nodes_in(node.args[1]) and not _indexes_by_list(node.args[1])
     if node.op == "call_function" and node.target is getattr:
         return True
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target._schema.name.rpartition("::")[2] in _PURE_VIEWS
+    if any(isinstance(value, torch.dtype) for value in (*node.args, *node.kwargs.values())):
+        return False  # `view(dtype)`: the same memory, other elements
     return node.op in ("call_function", "call_method") and _function_name(node) in _PURE_VIEWS
+
+
+def _indexes_by_list(index: Any) -> bool:
+    """Whether an index picks elements, which copies them, rather than a part."""
+    return isinstance(index, list) or (isinstance(index, tuple) and any(map(_indexes_by_list, index)))
 
 
 def written_inputs(node: Node) -> tuple[Node, ...]:
     """Return the nodes whose tensors a node writes in place (not: what a mutation of the interface writes)."""
     target = node.target
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, _OPERATORS):
         values = [
             node.args[i] if i < len(node.args) else node.kwargs.get(name) for i, name in _written_arguments(target)
         ]
@@ -188,6 +225,16 @@ def makes_new_tensors(module: Any) -> bool:
     return isinstance(module, _FRESH_LAYERS)
 
 
+def _written_by_module(module: Any, node: Node) -> list[Node]:
+    """The nodes among a module call's arguments that the module, a GraphModule, writes."""
+    effects = module_effects(module)
+    if effects is None or not effects.written:
+        return []
+    names = [str(p.target) for p in module.graph.find_nodes(op="placeholder")]
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return [n for name in sorted(effects.written) if name in given for n in nodes_in(given[name])]
+
+
 def _effects_of_graph(gm: GraphModule) -> ModuleEffects:
     reach: dict[Node, frozenset[str]] = {}
     written: set[str] = set()
@@ -206,7 +253,10 @@ def _effects_of_graph(gm: GraphModule) -> ModuleEffects:
         for target in written_inputs(node):
             written |= reach.get(target, nothing)
         if node.op == "call_module":
-            aliases = not makes_new_tensors(gm.get_submodule(str(node.target)))
+            inner = gm.get_submodule(str(node.target))
+            for target in _written_by_module(inner, node):
+                written |= reach.get(target, nothing)
+            aliases = not makes_new_tensors(inner)
         else:
             aliases = result_may_alias(node)
         if aliases:
