@@ -142,6 +142,9 @@ class OrchestratorTracer(Tracer):
         }
         self._attribute_proxies: dict[str, ValueProxy] = {}
         self._kind_changed = False
+        info = interface.info
+        # Tensors that were made in inference mode can be written in it only.
+        self._inference = info.batch_info.serialize().is_inference() or info.get_arg("input_pos").is_inference()
         self._fixed: set[Node] = set()
         self._fake_mode = _HostStateIsReal(self._is_host_state)
         self._consumer_results: dict[Any, Any] = {}
@@ -387,7 +390,8 @@ class OrchestratorTracer(Tracer):
     def _run(self, function: Callable[..., Any], args: Any, kwargs: Any, probe: Any = None) -> Any:
         tensors = _tensors((probe if probe is not None else args, kwargs))
         factory = not tensors and getattr(function, "__module__", None) in ("torch", None)
-        with self._fake_mode if factory or any(map(self.is_device_data, tensors)) else contextlib.nullcontext():
+        fake = factory or any(map(self.is_device_data, tensors))
+        with self._fake_mode if fake else torch.inference_mode(self._inference):
             try:
                 return function(*args, **kwargs)
             except torch._subclasses.fake_tensor.DataDependentOutputException as error:
@@ -405,8 +409,7 @@ class OrchestratorTracer(Tracer):
             spec = MUTATIONS[name]
             if spec.takes_override and self._takes_override(method):
                 kwargs["active_args_override"] = set()
-            buffer = self._interface.info._input_buffer
-            with torch.inference_mode(buffer.get_view("input_ids").is_inference()):
+            with torch.inference_mode(self._inference):
                 return method(*map(self._zeros, operands), **{k: self._zeros(v) for k, v in kwargs.items()})
         if name == "run_host_prepare_for_attention_forward":
             return None
