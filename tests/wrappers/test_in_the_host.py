@@ -75,6 +75,8 @@ def test_only_the_plugins_own_keys_are_in_the_hosts_registry() -> None:
     ours = {key for key, kind in known.items() if kind.__module__.startswith("auto_deploy_ext.transforms")}
     assert ours >= set(OWN_KEYS)
     others = {kind.__module__ for key, kind in known.items() if key not in ours}
+    # Other tests of the same process register transforms of their own.
+    others = {module for module in others if not module.partition(".")[0].startswith("test")}
     assert all(module.startswith(host.root) for module in others)
 
 
