@@ -12,7 +12,7 @@ HOST_SUFFIX = "_host"
 #: names that end in `_host` and are no mirror of a device buffer: the host alone writes them.
 HOST_ONLY = frozenset({"batch_info_host"})
 
-_POOL_SUFFIX = re.compile(r"_g\d+$")
+POOL_SUFFIX = re.compile(r"_g\d+$")
 
 Names = tuple[str, ...]
 #: buffer or mirror names, or a function `(info, *args, **kwargs) -> names` of a call's own arguments; `info` is the
@@ -37,7 +37,7 @@ def buffer_of(name: str) -> str:
 
 def pool_twins(buffer: str, available: Iterable[str]) -> Names:
     """Return a buffer's twins of the other cache pools (`cache_loc_g1`, ...) among the `available` names, sorted."""
-    return tuple(sorted(n for n in available if n.startswith(buffer) and _POOL_SUFFIX.fullmatch(n, len(buffer))))
+    return tuple(sorted(n for n in available if n.startswith(buffer) and POOL_SUFFIX.fullmatch(n, len(buffer))))
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class MutationSpec:
         """Return the buffers from whose mirrors the host computes a written buffer's, None when it cannot."""
         if buffer in self.replays:
             return self.replays[buffer]
-        pool = _POOL_SUFFIX.search(buffer) if self.pooled else None
+        pool = POOL_SUFFIX.search(buffer) if self.pooled else None
         inputs = None if pool is None else self.replays.get(buffer[: pool.start()])
         return None if pool is None or inputs is None else tuple(name + pool.group() for name in inputs)
 

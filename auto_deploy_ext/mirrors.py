@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-HOST_SUFFIX = "_host"
-
 
 @dataclass
 class Transfer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +9,9 @@ import torch
 
 from auto_deploy_ext import host_mirrors, sanitizer
 from auto_deploy_ext import metadata_arithmetic as arithmetic
+from auto_deploy_ext.effects import POOL_SUFFIX
 from auto_deploy_ext.mirrors import Transfer
 
-_POOL_SUFFIX = re.compile(r"_g\d+$")
 _PAGE_TABLE = ("cache_loc", "cu_num_pages", "last_page_len")
 
 #: a stream per device that operands travel on, beside whatever the device is busy with.
@@ -115,7 +114,7 @@ def replay(info: Any, mutation: str, before: dict[str, int], operand: Callable[[
 
 def _split_pool(name: str) -> tuple[str, str]:
     """Split `cache_loc_g1` into the buffer's name and its pool's suffix, empty for the first pool."""
-    pool = _POOL_SUFFIX.search(name)
+    pool = POOL_SUFFIX.search(name)
     return (name, "") if pool is None else (name[: pool.start()], pool.group())
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pkgutil
 from collections.abc import Sequence
 from typing import Any
 
@@ -184,17 +183,10 @@ def _protect(node: Node) -> Node:
         return node
     assert callable(target)
     name = f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', '')}"
-    if _resolves_to(name, target):
+    if ops.resolves_to(name, target):
         return _replace(node, ops.call, (name, *node.args), dict(node.kwargs))
     has_side_effect(target)
     return node
-
-
-def _resolves_to(name: str, function: Any) -> bool:
-    try:
-        return pkgutil.resolve_name(name) is function
-    except (ImportError, AttributeError, ValueError):
-        return False
 
 
 def annotate_calls(gm: GraphModule) -> None:

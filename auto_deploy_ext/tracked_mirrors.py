@@ -20,8 +20,8 @@ from typing import Any, Protocol
 
 import torch
 
+from auto_deploy_ext.copy_memory import LandingPool
 from auto_deploy_ext.effects import MUTATIONS, MutationSpec, buffer_of, mirror_of
-from auto_deploy_ext.embedded.custom_ops.copy_memory import LandingPool
 from auto_deploy_ext.mirrors import Transfer
 
 #: attribute of a SequenceInfo that holds what is tracked about its mirrors.

@@ -141,6 +141,14 @@ def _resolve(name: str) -> Callable[..., Any]:
     return pkgutil.resolve_name(name)
 
 
+def resolves_to(name: str, function: Any) -> bool:
+    """Whether `call` would find `function` under that qualified name."""
+    try:
+        return pkgutil.resolve_name(name) is function
+    except (ImportError, AttributeError, ValueError):
+        return False
+
+
 def make_set(*items: Any) -> frozenset[Any]:
     """Build a frozenset; FX takes no set as an argument."""
     return frozenset(items)

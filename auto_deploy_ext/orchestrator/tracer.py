@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import functools
 import operator
-import pkgutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -543,7 +542,7 @@ class OrchestratorTracer(Tracer):
             return self._tensor_method_call(function, args, kwargs)
         if kwargs.get("out") is not None or kwargs.get("inplace") or ops.is_inplace_name(function.__name__):
             name = resolve_name(function)
-            if name is None or not _resolves(name, function):
+            if name is None or not ops.resolves_to(name, function):
                 raise UntraceableError(
                     f"calls {function}, which writes its argument and has no name", where_in_source()
                 )
@@ -633,13 +632,6 @@ def is_mutation_node(node: Node) -> bool:
     if node.target is ops.mutate:
         return True
     return node.op == "call_method" and node.target in MUTATIONS and not ops.is_tensor_copy(node)
-
-
-def _resolves(name: str, function: Any) -> bool:
-    try:
-        return pkgutil.resolve_name(name) is function
-    except (ImportError, AttributeError, ValueError):
-        return False
 
 
 def _is_impure(node: Node) -> bool:

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from auto_deploy_ext import record_mirrors
+from auto_deploy_ext.copy_memory import StagingRing
 from auto_deploy_ext.effects import mirror_of
-from auto_deploy_ext.embedded.custom_ops.copy_memory import StagingRing
 from auto_deploy_ext.orchestrator import ops
 from auto_deploy_ext.scoping import ScopeOptions, scope_graphs
 from tests.strategy_programs import (

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from ...mirrors import HOST_SUFFIX, Transfer
-from .copy_memory import LandingPool, StagingRing
+from ...copy_memory import LandingPool, StagingRing
+from ...effects import HOST_SUFFIX
+from ...mirrors import Transfer
 
 #: ``(name, max_numel, dtype)`` or ``(name, max_numel, dtype, truncatable)``.
 TensorSpec = tuple[Any, ...]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...mirrors import HOST_SUFFIX
+from ...effects import HOST_SUFFIX
 from . import batch_layout
 from .batch_info import BatchInfo
 from .batch_layout import IntList

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from auto_deploy_ext.copy_memory import LandingPool
 from auto_deploy_ext.embedded.custom_ops.attention_interface import HostCopyTicket, SequenceInfo
-from auto_deploy_ext.embedded.custom_ops.copy_memory import LandingPool
 from auto_deploy_ext.mirrors import record_mirrors
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
