@@ -13,11 +13,21 @@ import torch
 
 from .models.custom.modeling_eagle import EagleWrapper
 from .pages import PageAllocator, SlotAllocator
-from .requests import GenerationResult, Request, RequestOutput, RequestTooLargeError, RunningSequence
+from .requests import (
+    GenerationResult,
+    Request,
+    RequestOutput,
+    RequestTooLargeError,
+    RunningSequence,
+    TokenEvent,
+)
 from .shim.interface import CachedSequenceInterface
 
 Progress = Callable[[int], None]
 """Called after every step with the number of tokens that it added."""
+
+OnTokens = Callable[[TokenEvent], None]
+"""Called for every request with the tokens that a step added to it, in the order of the batch."""
 
 
 class Engine:
@@ -30,6 +40,9 @@ class Engine:
         model: exported wrapper, rewritten or not.
         cm: the interface whose caches the model was initialised with.
         speculative: verify and draft, or decode with the target alone.
+
+    Attributes:
+        on_tokens: told every request's new tokens while `step` runs; may be set at any time.
 
     Raises:
         ValueError: pages too small for the draft length.
@@ -49,6 +62,7 @@ class Engine:
         self.page_allocator = PageAllocator(info.num_blocks, info.tokens_per_block)
         self.slot_allocator = SlotAllocator(info.max_batch_size)
         self.steps = 0
+        self.on_tokens: OnTokens | None = None
         self.batches: Counter[str] = Counter()
         self._waiting: deque[tuple[int, Request]] = deque()
         self._running: list[RunningSequence] = []
@@ -156,15 +170,19 @@ class Engine:
         added = 0
         for seq, tokens, next_input in zip(rows, new_tokens, next_inputs, strict=True):
             before = len(seq.tokens)
+            drafted = 0 if seq.is_prefill else len(tokens) - 1
             if not seq.is_prefill and self.draft_len:
-                seq.accepted[len(tokens) - 1] += 1
+                seq.accepted[drafted] += 1
             # What a row's accepted part put into the caches: all of a prompt, else the token and its accepted drafts.
             seq.cached += len(seq.next_input) if seq.is_prefill else len(tokens)
             seq.next_input = next_input
             finished = seq.extend(tokens)
-            added += len(seq.tokens) - before
+            kept = tuple(seq.tokens[before:])
+            added += len(kept)
             if finished:
                 self._finish(seq)
+            if self.on_tokens is not None:
+                self.on_tokens(TokenEvent(seq.request_id, kept, min(drafted, len(kept)), finished))
         return added
 
     def _nest(self, rows: Sequence[RunningSequence]) -> None:
@@ -225,6 +243,7 @@ def generate(
     eos_token_ids: Iterable[int] = (),
     speculative: bool = True,
     progress: Progress | None = None,
+    on_tokens: OnTokens | None = None,
 ) -> GenerationResult:
     """Continue prompts greedily, as many at a time as fit.
 
@@ -236,6 +255,7 @@ def generate(
         eos_token_ids: tokens that end a continuation.
         speculative: draft and verify, or decode with the target alone.
         progress: told after each step how many tokens it added.
+        on_tokens: told each request's new tokens as soon as they are known.
 
     Raises:
         RequestTooLargeError: a prompt that could never run; nothing has been generated then.
@@ -250,6 +270,7 @@ def generate(
     if len(limits) != len(rows):
         raise ValueError(f"{len(rows)} prompts, but {len(limits)} values of max_new_tokens")
     engine = Engine(model, cm, speculative)
+    engine.on_tokens = on_tokens
     for prompt, limit in zip(rows, limits, strict=True):
         engine.submit(Request(prompt, limit, frozenset(eos_token_ids)))
     while engine.has_work:

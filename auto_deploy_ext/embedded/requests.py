@@ -70,6 +70,24 @@ class RunningSequence:
 
 
 @dataclass(frozen=True)
+class TokenEvent:
+    """New tokens of one request, told as soon as the host knows them.
+
+    Attributes:
+        request_id: what `Engine.submit` gave; the position of the prompt for `generate`.
+        tokens: the tokens that one step added to the output, at least one.
+        num_drafted_accepted: so many of them, the first ones, were drafted and accepted by the target; the others are
+            the target's own.
+        finished: the request has all its tokens now.
+    """
+
+    request_id: int
+    tokens: tuple[int, ...]
+    num_drafted_accepted: int
+    finished: bool
+
+
+@dataclass(frozen=True)
 class RequestOutput:
     """The answer to one request.
 

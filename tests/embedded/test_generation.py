@@ -7,7 +7,7 @@ import pytest
 from auto_deploy_ext.embedded.config import load_config
 from auto_deploy_ext.embedded.generation import Engine, generate
 from auto_deploy_ext.embedded.pipeline import Pipeline, build_pipeline
-from auto_deploy_ext.embedded.requests import Request, RequestTooLargeError
+from auto_deploy_ext.embedded.requests import Request, RequestTooLargeError, TokenEvent
 
 DRAFT_LEN = 3
 PAGE = 4
@@ -170,6 +170,24 @@ def test_progress_adds_up_to_the_generated_tokens(pipeline):
     result = generate(pipeline.model, pipeline.cm, [[1, 2], [3]], [9, 4], progress=added.append)
     assert sum(added) == result.generated_tokens == 13
     assert len(added) == result.steps
+
+
+@pytest.mark.parametrize("speculative", [True, False])
+def test_streamed_tokens_are_the_outputs_and_say_what_was_drafted(pipeline, speculative):
+    events: list[TokenEvent] = []
+    result = generate(
+        pipeline.model, pipeline.cm, [[1, 2], [3], [4]], [9, 4, 1], speculative=speculative, on_tokens=events.append
+    )
+    for request_id, output in enumerate(result.outputs):
+        own = [event for event in events if event.request_id == request_id]
+        assert [token for event in own for token in event.tokens] == list(output.tokens)
+        assert [event.finished for event in own] == [False] * (len(own) - 1) + [True]
+        accepted = sum(drafts * rows for drafts, rows in enumerate(output.accepted))
+        # A last row may be cut, and what is cut off is not told.
+        assert accepted - DRAFT_LEN <= sum(event.num_drafted_accepted for event in own) <= accepted
+        # An uncut row ends with the token that the target itself gave.
+        assert all(event.num_drafted_accepted == len(event.tokens) - 1 for event in own[:-1])
+    assert any(event.num_drafted_accepted for event in events) == speculative
 
 
 def test_acceptance_counts_every_verified_row(pipeline):
