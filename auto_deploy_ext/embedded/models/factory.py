@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from ..custom_ops.torch_attention import ATTENTION_IMPLEMENTATION, register_with_transformers
 from .checkpoint import load_weights, weight_names
 from .custom.modeling_eagle import EagleWrapper, EagleWrapperConfig
-from .families import DRAFTER_FAMILIES, TARGET_FAMILIES, DrafterFamily
+from .families import DRAFTER_FAMILIES, TARGET_FAMILIES, DrafterFamily, TargetFamily
 
 if TYPE_CHECKING:
     from ..config import EmbeddedConfig
@@ -225,7 +225,7 @@ class CausalLMFactory(ModelFactory):
             if family.prepare is not None:
                 family.prepare(target)
             if self.model is None:
-                family.initialise(target, self.seed)
+                self.initialise_target(family, target)
         model_class: Any = type(target)
         target.__class__ = _flat_class(model_class)
         return target.eval()
@@ -240,8 +240,16 @@ class CausalLMFactory(ModelFactory):
             torch.manual_seed(self.seed + 1)
             drafter = family.build(config, target.config)
         if self._drafter_directory is None:
-            family.initialise(drafter, target, self.seed + 1)
+            self.initialise_drafter(family, drafter, target)
         return drafter.to(self.dtype).eval()
+
+    def initialise_target(self, family: TargetFamily, target: PreTrainedModel) -> None:
+        """Fill a target that comes without a checkpoint."""
+        family.initialise(target, self.seed)
+
+    def initialise_drafter(self, family: DrafterFamily, drafter: nn.Module, target: PreTrainedModel) -> None:
+        """Fill a drafter that comes without a checkpoint."""
+        family.initialise(drafter, target, self.seed + 1)
 
     def _drafter_config(self, family: DrafterFamily, target: PreTrainedConfig) -> PreTrainedConfig:
         """The target's fields, then the kind's, then the checkpoint's, then `speculative_model_kwargs`."""
