@@ -1,0 +1,1 @@
+"""Compile backends of the embedded host: consumers and whole orchestrators as device graphs."""
