@@ -72,8 +72,9 @@ class DrainHostfuncs(BaseTransform):
     1. Encoders are the modules that `encoders` names and those that are marked (`mark_encoder`); a name that matches no
        module is an error. Of a match and a match inside it, the outer one counts.
     2. In an orchestrator graph a side-effectful node stands directly before the call of an encoder, unless nothing can
-       be pending there: at entry something may be; the call of a GraphModule or of a captured module makes it so again;
-       a drain clears it. So adjacent encoders share one.
+       be pending there: at entry something may be; the call of a GraphModule, of a captured module, or of anything
+       that is not known to launch no host function makes it so again (`may_launch`); a drain clears it. So adjacent
+       encoders share one.
     3. A graph that is traced later, by `scope_host_mirrors` or for a new kind of batch, gets its nodes then.
     4. Whatever calls an encoder eagerly meets a forward pre-hook that does the same.
     5. A second run changes nothing.

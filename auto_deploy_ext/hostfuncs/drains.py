@@ -6,15 +6,23 @@ for a new image shape.
 
 from __future__ import annotations
 
+import inspect
 import json
+import operator
+import pkgutil
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
+import torch
 from torch import nn
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.fx import GraphModule, Node
 from torch.fx.node import has_side_effect
+from torch.utils._pytree import tree_leaves
 
+from ..effects import MUTATIONS
 from .hostfunc import HostFunc
 from .pending import being_traced, drain_hostfuncs
 
@@ -84,34 +92,116 @@ def called_module(gm: GraphModule, node: Node) -> Any:
 
 
 def may_launch(gm: GraphModule, node: Node) -> bool:
-    """Whether host functions may be pending after a node because of it.
+    """Whether host functions may be pending after a node because of it; what is not known to launch none may.
 
-    Modules do, unless they are encoders, torch.nn's own layers, or say otherwise (`launches_hostfuncs = False`). So do
-    host functions, and methods of objects that are not the interface's.
+    1. Known to launch none: torch's operators, functions and tensor methods, unless they are handed a callable;
+       Python's own operators and harmless builtins; this package's graph ops; registered mutations; whatever else is
+       asked of the interface in `ops.invoke`; encoders; torch.nn's own layers with nothing else inside.
+    2. A module that says so (`launches_hostfuncs`) is believed.
+    3. Everything else may: other modules, GraphModules above all, other functions, other objects' methods, operators
+       of other libraries, whose Python implementations may do anything.
     """
     if node.op == "call_module":
-        module = called_module(gm, node)
-        said = getattr(module, LAUNCHES_MARK, None)
-        if said is not None:
-            return bool(said)
-        plain_layer = type(module).__module__.startswith("torch.nn.")
-        return not is_encoder(module) and not plain_layer
+        return _module_may_launch(called_module(gm, node))
+    if node.op == "call_method":
+        name = str(node.target)
+        return name not in MUTATIONS and (not _is_tensor_method(name) or _takes_callable(gm, node))
     if node.op != "call_function":
         return False
-    if isinstance(node.target, HostFunc):
-        return True
-    if getattr(node.target, "__module__", "") != _ORCHESTRATOR_OPS:
+    if getattr(node.target, "__module__", "") == _ORCHESTRATOR_OPS:
+        return _op_may_launch(gm, node)
+    return not is_harmless(node.target) or _takes_callable(gm, node)
+
+
+def _module_may_launch(module: Any) -> bool:
+    said = getattr(module, LAUNCHES_MARK, None)
+    if said is not None:
+        return bool(said)
+    if is_encoder(module):
         return False
+    if not type(module).__module__.startswith("torch.nn."):
+        return True
+    return any(map(_module_may_launch, module.children()))
+
+
+def _op_may_launch(gm: GraphModule, node: Node) -> bool:
+    """The same for a call of one of the orchestrator's ops: two of them call whatever they are told to."""
     name = getattr(node.target, "__name__", "")
     if name == "call":
-        return not str(node.args[0]).startswith(("torch.", "builtins."))
+        try:
+            function = pkgutil.resolve_name(str(node.args[0]))
+        except (ImportError, AttributeError, ValueError):
+            return True
+        return not is_harmless(function) or _takes_callable(gm, node)
     return name == "invoke" and not _belongs_to_interface(node.args[0])
 
 
+#: modules whose functions launch no host function; those that are handed a callable are told apart by that.
+_HARMLESS_MODULES = frozenset(
+    {"torch", "torch._C", "torch._tensor", "torch.cuda", "torch.functional", "torch.nn.functional", "torch.nn.init"}
+    | {"torch._C._fft", "torch._C._linalg", "torch._C._nn", "torch._C._special"}
+    | {"torch.fft", "torch.linalg", "torch.special", "_operator", "math"}
+    | {f"auto_deploy_ext.{own}" for own in ("hostfuncs.drains", "refresh", "fused_mutations")}
+)
+#: of their functions, those that call what they are given, whatever that is.
+_CALLERS = frozenset({"call"})
+_HARMLESS_BUILTINS = frozenset(
+    {abs, bool, dict, divmod, float, getattr, hasattr, hash, id, int, isinstance, issubclass, len, list, max, min, pow}
+    | {range, repr, reversed, round, set, slice, sorted, str, sum, tuple, type, zip}
+)
+#: namespaces of torch's own operators.
+_HARMLESS_NAMESPACES = frozenset({"aten", "prim", "prims", "quantized", "auto_deploy_ext"})
+
+
+def is_harmless(function: Any) -> bool:
+    """Whether a function is known to launch no host function by itself."""
+    if isinstance(function, OpOverload | OpOverloadPacket):
+        packet = function.overloadpacket if isinstance(function, OpOverload) else function
+        return packet._qualified_op_name.partition("::")[0] in _HARMLESS_NAMESPACES
+    if isinstance(function, HostFunc | HigherOrderOperator):
+        return False
+    if inspect.ismethoddescriptor(function):
+        return getattr(torch.Tensor, function.__name__, None) is function
+    if not isinstance(function, FunctionType | BuiltinFunctionType | type):
+        return False
+    name, module = function.__name__, function.__module__
+    if module == "builtins":
+        return function in _HARMLESS_BUILTINS
+    if module is None:
+        return getattr(torch, name, None) is function
+    return module in _HARMLESS_MODULES and name not in _CALLERS
+
+
+def _is_tensor_method(name: str) -> bool:
+    return callable(getattr(torch.Tensor, name, None))
+
+
+def _takes_callable(gm: GraphModule, node: Node) -> bool:
+    """Whether a node hands over something that could be called: a function, or a module of the graph."""
+
+    def is_callable(leaf: Any) -> bool:
+        if isinstance(leaf, Node):
+            return leaf.op == "get_attr" and isinstance(called_module(gm, leaf), nn.Module)
+        return callable(leaf) and not isinstance(leaf, type | torch.device)
+
+    return any(map(is_callable, tree_leaves((node.args, node.kwargs))))
+
+
+#: names of a graph's placeholder for the interface, where it is not the only one.
+_INTERFACE_NAMES = frozenset({"cache_seq_interface", "csi", "cm", "info"})
+
+
 def _belongs_to_interface(value: Any) -> bool:
+    """Whether a value is the interface or comes from it by attributes, items and its own methods."""
     while isinstance(value, Node) and value.op == "call_function" and value.args:
+        name = getattr(value.target, "__name__", "")
+        from_op = getattr(value.target, "__module__", "") == _ORCHESTRATOR_OPS and name in ("invoke", "mutate")
+        if not from_op and value.target not in (getattr, operator.getitem):
+            return False
         value = value.args[0]
-    return isinstance(value, Node) and value.op == "placeholder"
+    if not isinstance(value, Node) or value.op != "placeholder":
+        return False
+    return str(value.target) in _INTERFACE_NAMES or len(value.graph.find_nodes(op="placeholder")) == 1
 
 
 def insert_drains(gm: GraphModule, encoders: Iterable[nn.Module] | None = None) -> int:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
+import math
+import operator
 import pickle
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from auto_deploy_ext.transforms.drain_hostfuncs import DrainError, drain_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,14 +30,22 @@ from auto_deploy_ext.hostfuncs import (
     hostfuncs_pending,
     use_owner,
 )
-from auto_deploy_ext.hostfuncs.drains import drain_before, mark_encoder
-from auto_deploy_ext.orchestrator import orchestrator_graphs, trace_orchestrator
+from auto_deploy_ext.hostfuncs.drains import drain_before, mark_encoder, may_launch
+from auto_deploy_ext.orchestrator import ops, orchestrator_graphs, trace_orchestrator
+from auto_deploy_ext.refresh import ensure_fresh
 from tests.orchestrator.wrappers import DRAFT_ARGS, TARGET_ARGS, consumer, interface, nest
 
 
 @hostfunc
 def nothing() -> None:
     pass
+
+
+@torch.library.custom_op("drain_test::launch", mutates_args=())
+def launch(x: torch.Tensor) -> torch.Tensor:
+    """An operator of another library, whose implementation launches a host function."""
+    nothing()
+    return x.clone()
 
 
 #: what encoders note; not in the modules, whose state tracing must not change.
@@ -168,6 +180,121 @@ def test_a_module_that_says_it_launches_nothing_makes_nothing_pending():
     gm.model.launches_hostfuncs = False
     apply(gm, encoders=ENCODERS)
     assert shape(gm) == ["drain", "encoder_a", "model", "encoder_b"]
+
+
+class Runner:
+    """An object that is nobody's interface."""
+
+    def replay(self, key: str) -> None: ...
+
+
+def python_function(x: Any) -> Any:
+    return x
+
+
+class LooksLikeTorch:
+    """A callable object with the name and module of a function of torch."""
+
+    __module__, __name__ = "torch", "add"
+
+    def __call__(self, x: Any) -> Any:
+        return x
+
+
+class OwnLayer(nn.Module):
+    """Anything may happen in its forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        # torch's own: operators, functions, tensor methods.
+        (lambda g, x: g.call_function(torch.ops.aten.add.Tensor, (x, 1)), False),
+        (lambda g, x: g.call_function(torch.ops.aten.add, (x, 1)), False),
+        (lambda g, x: g.call_function(torch.add, (x, 1)), False),
+        (lambda g, x: g.call_function(torch.nn.functional.relu, (x,)), False),
+        (lambda g, x: g.call_function(torch.nn.functional.linear, (x, x)), False),
+        (lambda g, x: g.call_function(torch.linalg.norm, (x,)), False),
+        (lambda g, x: g.call_function(torch.Tensor.add, (x, 1)), False),
+        (lambda g, x: g.call_function(torch.zeros, (2,), {"device": torch.device("cpu"), "dtype": torch.int}), False),
+        (lambda g, x: g.call_method("masked_fill_", (x, x, 0)), False),
+        (lambda g, x: g.call_method("to", (x, torch.device("cpu"))), False),
+        # Python's own.
+        (lambda g, x: g.call_function(operator.getitem, (x, 0)), False),
+        (lambda g, x: g.call_function(operator.iadd, (x, 1)), False),
+        (lambda g, x: g.call_function(getattr, (x, "info")), False),
+        (lambda g, x: g.call_function(max, (1, 2)), False),
+        (lambda g, x: g.call_function(math.ceil, (1.5,)), False),
+        # Our graph's ops, registered mutations, and what is asked of the interface.
+        (lambda g, x: g.call_function(ops.mutate, (x, "switch_to_generate_")), False),
+        (lambda g, x: g.call_function(ops.call_inplace, (x, "fill_", 0)), False),
+        (lambda g, x: g.call_function(ops.invoke, (g.call_function(getattr, (x, "info")), "unnest_sequences")), False),
+        (lambda g, x: g.call_function(ops.call, ("torch.cuda.synchronize",)), False),
+        (lambda g, x: g.call_function(ensure_fresh, (x, ("cu_seqlen_host",))), False),
+        (lambda g, x: g.call_method("switch_to_generate_", (x,)), False),
+        # Host functions, and whatever is not known.
+        (lambda g, x: g.call_function(nothing), True),
+        (lambda g, x: g.call_function(python_function, (x,)), True),
+        (lambda g, x: g.call_function(print, (x,)), True),
+        (lambda g, x: g.call_function(LooksLikeTorch(), (x,)), True),
+        (lambda g, x: g.call_function(functools.reduce, (python_function, x)), True),
+        (lambda g, x: g.call_function(torch.utils.checkpoint.checkpoint, (python_function, x)), True),
+        (lambda g, x: g.call_function(torch.cond, (x, python_function, python_function, (x,))), True),
+        (lambda g, x: g.call_function(torch.ops.higher_order.cond, (x, x, x, (x,))), True),
+        (lambda g, x: g.call_function(torch.ops.drain_test.launch, (x,)), True),
+        (lambda g, x: g.call_function(torch.ops.drain_test.launch.default, (x,)), True),
+        (lambda g, x: g.call_function(ops.call, ("tests.transforms.test_drain_hostfuncs.python_function", x)), True),
+        (lambda g, x: g.call_function(ops.call, ("no.such.function", x)), True),
+        (lambda g, x: g.call_function(ops.invoke, (Runner(), "replay", "key")), True),
+        (lambda g, x: g.call_function(ops.invoke, (g.call_function(python_function, (x,)), "replay")), True),
+        (lambda g, x: g.call_method("replay", (x, "key")), True),
+        (lambda g, x: g.call_method("apply_", (x, python_function)), True),
+    ],
+)
+def test_only_what_is_known_to_launch_nothing_counts_as_launching_nothing(call, expected):
+    graph = Graph()
+    node = call(graph, graph.placeholder("csi"))
+    empty = GraphModule(nn.Module(), Graph())  # only its modules count; FX writes no code for functions as arguments
+    assert may_launch(empty, node) is expected
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [
+        (nn.Linear(2, 2), False),
+        (nn.Sequential(nn.Linear(2, 2), nn.ReLU()), False),
+        (nn.Sequential(nn.Linear(2, 2), OwnLayer()), True),
+        (OwnLayer(), True),
+        (mark_encoder(OwnLayer()), False),
+        (launching_graph(), True),
+    ],
+)
+def test_of_modules_only_encoders_and_torchs_own_layers_launch_nothing(module, expected):
+    root, graph = nn.Module(), Graph()
+    root.called = module
+    node = graph.call_module("called", (graph.placeholder("x"),))
+    assert may_launch(GraphModule(root, graph), node) is expected
+
+
+def test_a_method_of_an_object_beside_the_interface_may_launch():
+    graph = Graph()
+    csi, runner = graph.placeholder("csi"), graph.placeholder("runner")
+    of_interface, of_runner = (graph.call_function(ops.invoke, (obj, "replay", "key")) for obj in (csi, runner))
+    gm = GraphModule(nn.Module(), graph)
+    assert (may_launch(gm, of_interface), may_launch(gm, of_runner)) == (False, True)
+
+
+def test_an_unknown_call_between_two_encoders_brings_the_second_drain():
+    gm = program(["encoder_a", "op", "encoder_b"])
+    first = next(node for node in gm.graph.nodes if node.target == "encoder_a")
+    with gm.graph.inserting_after(first):
+        gm.graph.call_function(python_function, (first,))
+    apply(gm, encoders=ENCODERS)
+    assert shape(gm) == ["drain", "encoder_a", "drain", "encoder_b"]
+    assert [site.kind for site in drain_plan(gm).sites if site.graph] == ["node", "node"]
 
 
 def test_a_second_run_changes_nothing():
