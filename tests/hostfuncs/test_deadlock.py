@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -13,17 +17,60 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "hostfunc_deadlock
 
 
 @pytest.fixture(scope="module")
-def benchmark() -> ModuleType:
+def benchmark() -> Iterator[ModuleType]:
     spec = importlib.util.spec_from_file_location("hostfunc_deadlock", SCRIPT)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    sys.path.insert(0, str(SCRIPT.parent))  # as for a script that is run
+    try:
+        spec.loader.exec_module(module)
+        yield module
+    finally:
+        sys.path.remove(str(SCRIPT.parent))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the wait that keeps the GIL is a POSIX semaphore")
 def test_an_encoder_that_keeps_the_gil_hangs_without_the_transform_and_never_with_it(benchmark):
-    without = benchmark.watch("threads", with_transform=False, runs=3, bound=4.0)
-    assert without["started"] and without["hung"] and without["completed"] == 0
-    with_it = benchmark.watch("threads", with_transform=True, runs=100, bound=20.0)
-    assert not with_it["hung"] and with_it["completed"] == with_it["ran"] == with_it["drains"] == 100
+    without = benchmark.watch("threads", with_transform=False, runs=3, bound=3.0, total_bound=120.0)
+    assert without["hung"] and (without["killed"], without["completed"]) == ("progress", 0), without
+    with_it = benchmark.watch("threads", with_transform=True, runs=100, bound=20.0, total_bound=120.0)
+    assert (with_it["killed"], with_it["exit_code"]) == ("", 0), with_it
+    assert with_it["completed"] == with_it["ran"] == with_it["drains"] == 100
+
+
+def child(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+def watch(benchmark: ModuleType, code: str, **bounds: float) -> Any:
+    return benchmark.watch_child(child(code), **{"bound": 0.5, "start_bound": 20.0, "total_bound": 30.0, **bounds})
+
+
+def test_the_watchdog_lets_a_child_end_by_itself(benchmark):
+    watched = watch(benchmark, "print('ready'); print('run'); raise SystemExit(3)")
+    assert (watched.killed, watched.exit_code, watched.lines) == ("", 3, ("ready", "run"))
+
+
+@pytest.mark.parametrize(
+    ("code", "bounds", "killed"),
+    [
+        ("import time; time.sleep(60)", {"start_bound": 0.5}, "start"),
+        ("import time; print('ready', flush=True); time.sleep(60)", {}, "progress"),
+        (
+            "import time; print('ready', flush=True)\nwhile True: print(1, flush=True); time.sleep(0.01)",
+            {"total_bound": 1.5},
+            "total",
+        ),
+    ],
+)
+def test_the_watchdog_kills_what_does_not_start_does_not_get_on_or_does_not_end(benchmark, code, bounds, killed):
+    watched = watch(benchmark, code, **bounds)
+    assert (watched.killed, watched.exit_code, watched.hung) == (killed, -signal.SIGKILL, killed == "progress")
+
+
+def test_the_watchdog_does_not_wait_for_what_a_child_leaves_behind(benchmark):
+    """A process that inherited the child's output and outlives it kept a reader of a pipe waiting."""
+    orphan = "import subprocess, sys; subprocess.Popen(['sleep', '20'], start_new_session=True); print('ready')"
+    start = time.monotonic()
+    assert watch(benchmark, orphan).killed == ""
+    assert time.monotonic() - start < 15
