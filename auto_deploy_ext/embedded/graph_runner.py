@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -43,11 +44,16 @@ class GraphRunner:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def capture(self, key: Hashable, function: Callable[[], Any]) -> Any:
+    def capture(self, key: Hashable, function: Callable[[], Any], pool: Any = None) -> Any:
         """Capture `function` under a key; it must have run eagerly before, so that nothing is set up in a capture.
 
         Host functions in it are not run. Whatever it changes on the host, and on the CPU its tensors too, it changes
         once: set the batch up again before `replay`.
+
+        Args:
+            key: not in use yet.
+            function: takes no arguments.
+            pool: memory to share with other graphs, see `LaunchLayer.capture`.
 
         Returns:
             What `function` returned; replays write into its tensors.
@@ -56,7 +62,7 @@ class GraphRunner:
             raise ValueError(f"a graph is captured under {key!r} already: release it first")
         with self.owner.capture_hostfuncs() as captured:
             try:
-                graph = self.owner.layer.capture(function)
+                graph = self.owner.layer.capture(function, pool)
             except BaseException:
                 captured.release()
                 raise
@@ -76,6 +82,15 @@ class GraphRunner:
         with self.owner.replaying(entry.captured):
             entry.graph.replay()
         return entry.graph.result
+
+    def replayer(self, key: Hashable) -> Callable[[], object]:
+        """What replays a graph with as little work on the host as possible.
+
+        Raises:
+            KeyError: nothing is captured under the key.
+        """
+        entry = self._entries[key]
+        return functools.partial(self.replay, key) if entry.captured else entry.graph.replay
 
     def contains_hostfuncs(self, key: Hashable) -> bool:
         """Whether the graph captured under a key contains host functions."""

@@ -134,11 +134,17 @@ class CudaLayer(LaunchLayer):
         """`torch.cuda.Stream.synchronize`, which releases the GIL."""
         torch.cuda.current_stream(self.device).synchronize()
 
-    def capture(self, function: Callable[[], Any]) -> Graph:
-        """Capture `function`; all graphs of the layer share one memory pool, so they are replayed one at a time."""
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        return _CudaGraph(function, self._pool)
+    def capture(self, function: Callable[[], Any], pool: Any = None) -> Graph:
+        """Capture `function`; the graphs of a pool share its memory, so they are replayed one at a time."""
+        if pool is None:
+            if self._pool is None:
+                self._pool = self.new_pool()
+            pool = self._pool
+        return _CudaGraph(function, pool)
+
+    def new_pool(self) -> Any:
+        """See `LaunchLayer.new_pool`."""
+        return torch.cuda.graph_pool_handle()
 
     @contextlib.contextmanager
     def side_stream(self) -> Iterator[None]:

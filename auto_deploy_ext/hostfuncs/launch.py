@@ -46,9 +46,14 @@ class Graph(ABC):
 
 
 class LaunchLayer(ABC):
-    """Streams, events and captures, as far as host functions need them."""
+    """Streams, events and captures, as far as host functions need them.
+
+    Attributes:
+        capture_runs: whether a capture also does the work that it captures.
+    """
 
     name: str
+    capture_runs: bool = False
 
     def __init__(self) -> None:
         self._retired: deque[tuple[Any, MutableSequence[Any]]] = deque()
@@ -87,8 +92,18 @@ class LaunchLayer(ABC):
         """Wait for the current stream, with the GIL released."""
 
     @abstractmethod
-    def capture(self, function: Callable[[], Any]) -> Graph:
-        """Capture `function`; host functions that it launches are part of the graph and do not run meanwhile."""
+    def capture(self, function: Callable[[], Any], pool: Any = None) -> Graph:
+        """Capture `function`; host functions that it launches are part of the graph and do not run meanwhile.
+
+        Args:
+            function: called once.
+            pool: memory that the graph shares with others of the same pool (`new_pool`): a replay of one may overwrite
+                what another one's returned. None: the layer's own.
+        """
+
+    def new_pool(self) -> Any:
+        """A pool of memory for graphs."""
+        return None
 
     def run(self, function: Callable[[], Any]) -> Any:
         """Run device work eagerly on the current stream; gives what it returns."""
@@ -178,6 +193,8 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 class _CallingLayer(LaunchLayer):
     """What the two layers without a device share: a capture runs its function and records the launches."""
 
+    capture_runs = True
+
     def __init__(self) -> None:
         super().__init__()
         self._local = _ReplayingCalls()
@@ -186,7 +203,7 @@ class _CallingLayer(LaunchLayer):
         """Whether this thread runs a capture."""
         return self._local.capture is not None
 
-    def capture(self, function: Callable[[], Any]) -> Graph:
+    def capture(self, function: Callable[[], Any], pool: Any = None) -> Graph:
         """Run `function` once for its tensors, without its host functions."""
         return _CalledGraph(self, function)
 
