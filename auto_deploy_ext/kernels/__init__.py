@@ -1,0 +1,30 @@
+"""Triton kernels. This package imports without Triton; its modules do not."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from types import ModuleType
+
+
+class TritonMissingError(ImportError):
+    """A kernel was asked for, and Triton is not installed."""
+
+
+def has_triton() -> bool:
+    """Whether Triton is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def load(name: str) -> ModuleType:
+    """Import a module of kernels, for example `metadata`.
+
+    Raises:
+        TritonMissingError: Triton is not installed.
+    """
+    if not has_triton():
+        raise TritonMissingError(
+            f"the kernels in auto_deploy_ext.kernels.{name} need Triton, which is not installed: "
+            "pip install 'auto_deploy_ext[gpu]', or choose a backend that needs none"
+        )
+    return importlib.import_module(f"{__name__}.{name}")
