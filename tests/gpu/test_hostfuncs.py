@@ -25,7 +25,11 @@ from auto_deploy_ext.hostfuncs import (
     hostfuncs_pending,
     use_owner,
 )
+from tests.bounded import bounded
 
+__all__ = ["bounded"]
+
+BOUND_SECONDS = 600
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 ROOT = Path(__file__).resolve().parents[2]
 

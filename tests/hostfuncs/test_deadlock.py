@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+BOUND_SECONDS = 300
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "hostfunc_deadlock.py"
 
 
@@ -36,6 +38,17 @@ def test_an_encoder_that_keeps_the_gil_hangs_without_the_transform_and_never_wit
     with_it = benchmark.watch("threads", with_transform=True, runs=100, bound=20.0, total_bound=120.0)
     assert (with_it["killed"], with_it["exit_code"]) == ("", 0), with_it
     assert with_it["completed"] == with_it["ran"] == with_it["drains"] == 100
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the wait that keeps the GIL is a POSIX semaphore")
+def test_the_bound_of_a_test_holds_while_the_gil_is_kept():
+    code = (
+        "import ctypes; from tests.bounded import arm; arm(0.5); libc = ctypes.PyDLL(None);"
+        "semaphore = ctypes.create_string_buffer(64); libc.sem_init(semaphore, 0, 0); libc.sem_wait(semaphore)"
+    )
+    root = SCRIPT.parents[1]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "Timeout" in done.stderr and 'File "<string>"' in done.stderr
 
 
 def child(code: str) -> list[str]:

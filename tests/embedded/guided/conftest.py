@@ -9,6 +9,9 @@ from auto_deploy_ext.embedded.config import load_config
 from auto_deploy_ext.embedded.guided import Vocabulary
 from auto_deploy_ext.embedded.pipeline import Pipeline, build_pipeline
 from auto_deploy_ext.hostfuncs import OrderedLayer, ThreadStreams
+from tests.bounded import bounded
+
+__all__ = ["bounded"]
 
 VOCAB_SIZE, EOS, IMAGE = 258, 256, 257
 
