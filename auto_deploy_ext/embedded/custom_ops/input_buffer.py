@@ -170,6 +170,9 @@ class InputBuffer:
         self._fields: dict[str, _Field] = {}
         self._device_regions: dict[str, torch.Tensor] = {}
         self._mirror_regions: dict[str, torch.Tensor] = {}
+        #: views of whole tensors that were asked for: making one takes longer than launching a kernel.
+        self._device_views: dict[str, torch.Tensor] = {}
+        self._mirror_views: dict[str, torch.Tensor] = {}
         self._lengths: dict[str, int] = {}
         self.device_version: dict[str, int] = {}
         self.mirror_version: dict[str, int] = {}
@@ -201,6 +204,8 @@ class InputBuffer:
                 kept = min(old.numel(), nbytes)
                 new[:kept].copy_(old[:kept])
             regions[region] = new
+        self._device_views.clear()
+        self._mirror_views.clear()
 
     def _add_field(self, spec: _Field) -> None:
         if spec.name in self._fields:
@@ -293,15 +298,20 @@ class InputBuffer:
             raise ValueError(f"{name!r} holds at most {capacity} elements, got {length}{hint}")
         self._lengths[name] = length
 
-    def _view(self, memory: torch.Tensor, spec: _Field, count: int) -> torch.Tensor:
-        end = spec.offset + count * spec.dtype.itemsize
-        return memory[spec.offset : end].view(spec.dtype)
+    def _whole_view(self, views: dict[str, torch.Tensor], regions: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+        """Return ``[capacity]`` of one side, made when it is first asked for."""
+        view = views.get(name)
+        if view is None:
+            spec = self._field(name)
+            view = regions[spec.region][spec.offset : spec.offset + spec.nbytes].view(spec.dtype)
+            if type(view) is torch.Tensor:  # while an orchestrator is traced, it is a fake one
+                views[name] = view
+        return view
 
     def get_view(self, name: str, truncate: bool = False) -> torch.Tensor:
         """Return the device side, ``[capacity]``, or ``[current length]`` when truncated. It aliases the buffer."""
-        spec = self._field(name)
-        count = self._lengths[name] if truncate else spec.capacity
-        return self._view(self._device_regions[spec.region], spec, count)
+        view = self._whole_view(self._device_views, self._device_regions, name)
+        return view[: self._lengths[name]] if truncate else view
 
     def get_host_view(self, name: str, truncate: bool = False) -> torch.Tensor:
         """Return the mirror, ``[capacity]``, or ``[current length]`` when truncated. It aliases the mirror.
@@ -313,9 +323,8 @@ class InputBuffer:
 
     def get_host_memory(self, name: str, truncate: bool = False) -> torch.Tensor:
         """Return what :meth:`get_host_view` returns, without waiting for any copy."""
-        spec = self._field(name)
-        count = self._lengths[name] if truncate else spec.capacity
-        return self._view(self._mirror_regions[spec.region], spec, count)
+        view = self._whole_view(self._mirror_views, self._mirror_regions, name)
+        return view[: self._lengths[name]] if truncate else view
 
     # Versions.
 
