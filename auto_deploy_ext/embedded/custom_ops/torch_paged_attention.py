@@ -9,8 +9,8 @@ import torch
 from torch.fx import Node
 
 from .attention_descriptor import AttentionRegistry, ResourceHandlerDict
-from .resource_handlers import KVPagedResourceHandler
-from .torch_attention import SourceAttentionDescriptor, batch_counts, cached_heads, grouped_attention
+from .paged_backends import kv_pages
+from .torch_attention import SourceAttentionDescriptor, batch_counts, grouped_attention
 
 if TYPE_CHECKING:
     from ..shim.interface import KvCacheConfig
@@ -190,9 +190,4 @@ class TorchPagedAttention(SourceAttentionDescriptor):
         Raises:
             ValueError: Keys and values differ in width.
         """
-        heads, dim, v_dim, dtype = cached_heads(source_attn_node, cache_config)
-        if dim != v_dim:
-            raise ValueError(
-                f"torch_paged keeps keys of width {dim} and values of width {v_dim} in one page; use torch"
-            )
-        return {"kv_cache": KVPagedResourceHandler(heads, dim, dtype)}
+        return {"kv_cache": kv_pages("torch_paged", source_attn_node, cache_config)}

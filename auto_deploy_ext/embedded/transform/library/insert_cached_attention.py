@@ -12,7 +12,11 @@ from pydantic import ConfigDict, Field
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import GraphModule, Node
 
-from ...custom_ops import torch_attention, torch_paged_attention  # noqa: F401  (registers the backends)
+from ...custom_ops import (  # noqa: F401  (registers the backends)
+    torch_attention,
+    torch_paged_attention,
+    triton_attention,
+)
 from ...custom_ops.attention_interface import AttentionDescriptor, AttentionRegistry
 from ..graph import add_graph_input
 from ..interface import BaseTransform, SharedConfig, TransformConfig, TransformError, TransformInfo, TransformRegistry
@@ -153,6 +157,6 @@ def _returns_tuple(function: Callable[..., Any]) -> bool:
 
 @TransformRegistry.register("insert_cached_attention")
 class InsertCachedAttention(InsertCachedOp):
-    """`InsertCachedOp` for attention; the backends are `torch` and `torch_paged` unless others are registered."""
+    """`InsertCachedOp` for attention; the backends are `torch`, `torch_paged`, `triton` and others that are registered."""
 
     default_backend = "torch"
