@@ -39,7 +39,7 @@ from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from auto_deploy_ext import host_mirrors, metadata_arithmetic, tracked_mirrors
+from auto_deploy_ext import host_mirrors, late_offset, metadata_arithmetic, replay, tracked_mirrors
 from auto_deploy_ext.active_args import META_KEY, consumer_args
 from auto_deploy_ext.consumer_check import ConsumerCheck
 from auto_deploy_ext.effects import (
@@ -250,7 +250,7 @@ class _Demand:
         #: the host's own code, and what moves mirrors.
         self._host_packages = (
             *(f"{name.rpartition('.')[0]}." for name in self._host_code if "." in name),
-            *(host_mirrors.__name__, tracked_mirrors.__name__, metadata_arithmetic.__name__),
+            *(module.__name__ for module in (host_mirrors, tracked_mirrors, metadata_arithmetic, late_offset, replay)),
         )
         self._counters = self._read_counters()
 
@@ -259,6 +259,7 @@ class _Demand:
         bases = {buffer_of(name) for name in names if is_mirror(name)}
         if bases:
             self._notice_writes()
+            late_offset.settle(self.info, bases)
             host_mirrors.move(self.info, bases.intersection(host_mirrors.stale_names(self.info)), trigger)
 
     def bring_all(self, trigger: str) -> None:

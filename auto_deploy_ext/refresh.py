@@ -8,7 +8,7 @@ from typing import Any
 from torch.fx import Node
 from torch.fx.node import has_side_effect
 
-from auto_deploy_ext import host_mirrors
+from auto_deploy_ext import host_mirrors, late_offset
 from auto_deploy_ext.effects import buffer_of
 from auto_deploy_ext.orchestrator import ops
 
@@ -29,13 +29,18 @@ def ensure_fresh(interface: Any, names: tuple[str, ...]) -> None:
     """Copy those mirrors from the device whose versions say that they are stale, in one transfer, and wait for it.
 
     An orchestrator's first consumers read mirrors that it did not write. Usually these are as fresh as staging left
-    them, and nothing happens; overlap scheduling can have moved the device side on.
+    them, and nothing happens; overlap scheduling can have moved the device side on, and where the host has been told by
+    how much (see `late_offset`), it catches up by itself.
 
     Args:
         interface: a CachedSequenceInterface or a SequenceInfo.
         names: `_host` names.
     """
-    stale = set(host_mirrors.stale_names(interface)).intersection(map(buffer_of, names))
+    read = set(map(buffer_of, names))
+    stale = read.intersection(host_mirrors.stale_names(interface))
+    if stale:
+        late_offset.settle(interface, stale)
+        stale = read.intersection(host_mirrors.stale_names(interface))
     host_mirrors.move(interface, stale, trigger="ensure_fresh")
 
 

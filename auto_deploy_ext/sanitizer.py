@@ -128,6 +128,60 @@ def check_old_value(buffer: Any, name: str) -> None:
         sanitizer.check_old_value(buffer_of(name))
 
 
+@contextmanager
+def answered_for(buffer: Any) -> Iterator[None]:
+    """While active, `check_old_value` accepts every mirror: the caller has compared versions with those of its own.
+
+    Args:
+        buffer: an InputBuffer; where it is not being sanitized nothing happens.
+    """
+    sanitizer: Sanitizer | None = getattr(buffer, _SANITIZER, None)
+    if sanitizer is None:
+        yield
+        return
+    before, sanitizer._stale_before = sanitizer._stale_before, {}
+    try:
+        yield
+    finally:
+        sanitizer._stale_before = before
+
+
+@contextmanager
+def announced(buffer: Any, mutation: str) -> Iterator[None]:
+    """While active, writes to a buffer are those of that mutation, which somebody does in its place.
+
+    Args:
+        buffer: an InputBuffer; where it is not being sanitized nothing happens.
+        mutation: the name of a registered mutation.
+    """
+    sanitizer: Sanitizer | None = getattr(buffer, _SANITIZER, None)
+    if sanitizer is None:
+        yield
+        return
+    with sanitizer._writing(MUTATIONS[mutation]):
+        yield
+
+
+@contextmanager
+def unwatched(buffer: Any) -> Iterator[None]:
+    """While active, writes in place of a buffer's memory are none that anybody has to be told of.
+
+    Args:
+        buffer: an InputBuffer; where it is not being sanitized nothing happens.
+    """
+    sanitizer: Sanitizer | None = getattr(buffer, _SANITIZER, None)
+    if sanitizer is None:
+        yield
+        return
+    with sanitizer.suspended():
+        yield
+
+
+def is_watched(buffer: Any) -> bool:
+    """Whether an InputBuffer is being sanitized."""
+    return getattr(buffer, _SANITIZER, None) is not None
+
+
 def poison_(mirror: torch.Tensor, device: torch.Tensor) -> None:
     """Fill a mirror with values that cannot be taken for metadata.
 

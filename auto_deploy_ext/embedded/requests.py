@@ -42,8 +42,9 @@ class RunningSequence:
         request: what was asked.
         slot: state slot while it runs.
         tokens: what was generated so far.
-        next_input: tokens of its next row: last new token and drafts; the prompt at first.
-        cached: tokens whose cache entries are final.
+        next_input: tokens of its next row, as far as the host knows: last new token and drafts; the prompt at first.
+        cached: tokens whose cache entries are final, as far as the host knows.
+        launches: steps that it is part of and whose results the host has not taken yet.
         accepted: how often 0, 1, .. K drafts were accepted.
     """
 
@@ -53,18 +54,31 @@ class RunningSequence:
     next_input: list[int]
     tokens: list[int] = field(default_factory=list)
     cached: int = 0
+    launches: int = 0
     accepted: Counter[int] = field(default_factory=Counter)
 
     @property
     def is_prefill(self) -> bool:
         """Nothing of it has been run yet."""
-        return self.cached == 0
+        return self.cached == 0 and not self.launches
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has all its tokens."""
+        return len(self.tokens) == self.request.max_new_tokens or (
+            bool(self.tokens) and self.tokens[-1] in self.request.eos_token_ids
+        )
+
+    @property
+    def ends_in_flight(self) -> bool:
+        """Whether what is launched certainly gives its last token: every step gives at least one."""
+        return len(self.tokens) + self.launches >= self.request.max_new_tokens
 
     def extend(self, new_tokens: Sequence[int]) -> bool:
         """Take new tokens up to the request's end; says whether that is reached."""
         for token in new_tokens:
             self.tokens.append(token)
-            if token in self.request.eos_token_ids or len(self.tokens) == self.request.max_new_tokens:
+            if self.has_ended:
                 return True
         return False
 

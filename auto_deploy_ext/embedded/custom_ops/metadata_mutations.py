@@ -79,16 +79,18 @@ class MetadataMutations:
         self._input_buffer.get_view("input_ids").index_copy_(0, scatter.to(torch.int64), tokens)
         self._input_buffer.bump_device("input_ids")
 
-    def offset_with_new_lens_(self, new_lens: torch.Tensor) -> None:
+    def offset_with_new_lens_(self, new_lens: torch.Tensor, active_args_override: set[str] | None = None) -> None:
         """Overlap: offset each row by what the previous iteration accepted of it beyond one token.
 
         Args:
             new_lens: accepted tokens per slot of the previous iteration, integer, on the device. The rows right after
                 the prefills look theirs up with ``_gather_slot_idx``; all others stay.
+            active_args_override: as for :meth:`offset_pos_and_cache_`.
         """
         slots = self._input_buffer.get_view("_gather_slot_idx", truncate=True)
         kinds = self.batch_info.get_num_sequences()
-        self.offset_pos_and_cache_(arithmetic.overlap_offset(new_lens, slots, kinds[0], sum(kinds)))
+        offset = arithmetic.overlap_offset(new_lens, slots, kinds[0], sum(kinds))
+        self.offset_pos_and_cache_(offset, active_args_override)
 
     def switch_to_generate_(self, active_args_override: set[str] | None = None) -> None:
         """Reduce each sequence to its last token: a generate-only batch of the same sequences.
@@ -106,6 +108,12 @@ class MetadataMutations:
         if self.batch_info.is_generate_only():
             return
         n = self.batch_info.get_total_num_sequences()
+        self._switch_on_device(n)
+        self._note_switch(n)
+        self._mirror(SWITCH_WRITES, active_args_override, "switch_to_generate_")
+
+    def _switch_on_device(self, n: int) -> None:
+        """The device side of `switch_to_generate_`: values alone."""
         buffer = self._input_buffer
         result = arithmetic.generate_batch(
             input_ids=buffer.get_view("input_ids"),
@@ -113,11 +121,16 @@ class MetadataMutations:
             cu_seqlen=buffer.get_view("cu_seqlen")[: n + 1],
             seq_len=buffer.get_view("seq_len")[:n],
         )
+        for name, value in result._asdict().items():
+            buffer.get_view(name)[: value.shape[0]].copy_(value)
+
+    def _note_switch(self, n: int) -> None:
+        """What the host knows after `switch_to_generate_`: batch_info, lengths and versions."""
         self.batch_info.update([0, 0, 0, 0, n, n])
         self.batch_info.update_tokens_gather_info(n, False)
-        for name, value in result._asdict().items():
-            buffer.copy_(name, value)
-        self._mirror(SWITCH_WRITES, active_args_override, "switch_to_generate_")
+        for name in SWITCH_WRITES:
+            self._input_buffer.set_current_length(name, n + 1 if name == "cu_seqlen" else n)
+            self._input_buffer.bump_device(name)
 
     def offset_pos_and_cache_(self, offset: torch.Tensor, active_args_override: set[str] | None = None) -> None:
         """Move the end of each sequence by its offset, pages included; see ``metadata_arithmetic.offset_page_table``.
@@ -136,24 +149,51 @@ class MetadataMutations:
         n = self.batch_info.get_total_num_sequences()
         if offset.numel() != n:
             raise ValueError(f"offset_pos_and_cache_ needs one offset for each of {n} sequences, got {offset.numel()}")
-        offset = offset.reshape(-1).to(torch.int32)
+        self._offset_on_device(
+            offset.reshape(-1).to(torch.int32), self._input_buffer.get_current_length("position_ids")
+        )
+        self._mirror(self._note_offset(n), active_args_override, "offset_pos_and_cache_")
+
+    def _offset_on_device(self, offset: torch.Tensor, num_tokens: int) -> None:
+        """The device side of `offset_pos_and_cache_` for `[n]` int32 offsets: values alone."""
+        n = offset.shape[0]
         buffer = self._input_buffer
-        written = ["input_pos", "use_initial_states", "position_ids"]
         input_pos = buffer.get_view("input_pos")[:n]
         input_pos += offset
         buffer.get_view("use_initial_states")[:n].copy_(input_pos > 0)
-        position_ids = buffer.get_view("position_ids", truncate=True)
+        position_ids = buffer.get_view("position_ids")[:num_tokens]
         cu_seqlen = buffer.get_view("cu_seqlen")[: n + 1]
-        position_ids += arithmetic.offset_per_token(offset, cu_seqlen, position_ids.shape[0])
+        position_ids += arithmetic.offset_per_token(offset, cu_seqlen, num_tokens)
         for suffix in self._pool_suffixes:
             buffer.get_view("seq_len_with_cache" + suffix)[:n] += offset
-            written.append("seq_len_with_cache" + suffix)
             if self._pages_active(suffix):
                 self._offset_pages(suffix, offset)
-                written.extend(name + suffix for name in PAGE_TABLE)
+
+    def _note_offset(self, n: int) -> list[str]:
+        """What the host knows after `offset_pos_and_cache_`, lengths and versions; returns what was written."""
+        buffer = self._input_buffer
+        written = self._offset_writes()
+        for suffix in self._pool_suffixes:
+            if self._pages_active(suffix):
+                cache_loc = "cache_loc" + suffix
+                buffer.set_current_length(cache_loc, self._page_bound(cache_loc, n))
         for name in written:
             buffer.bump_device(name)
-        self._mirror(written, active_args_override, "offset_pos_and_cache_")
+        return written
+
+    def _offset_writes(self) -> list[str]:
+        """The buffers that `offset_pos_and_cache_` writes as things are active now."""
+        written = ["input_pos", "use_initial_states", "position_ids"]
+        for suffix in self._pool_suffixes:
+            written.append("seq_len_with_cache" + suffix)
+            if self._pages_active(suffix):
+                written.extend(name + suffix for name in PAGE_TABLE)
+        return written
+
+    def _page_bound(self, cache_loc: str, n: int) -> int:
+        """The device alone knows how many pages there are after an offset: at most one more per sequence."""
+        buffer = self._input_buffer
+        return min(buffer.get_current_length(cache_loc) + n, buffer.get_capacity(cache_loc))
 
     def _pages_active(self, suffix: str) -> bool:
         return any(self._is_active(name + suffix + side) for name in PAGE_TABLE for side in ("", self._host_suffix))
@@ -162,11 +202,9 @@ class MetadataMutations:
         n = offset.shape[0]
         buffer = self._input_buffer
         cache_loc = "cache_loc" + suffix
-        # The device alone knows how many pages there are now: at most one more per sequence.
-        bound = min(buffer.get_current_length(cache_loc) + n, buffer.get_capacity(cache_loc))
         cu_num_pages = buffer.get_view("cu_num_pages" + suffix)[: n + 1]
         last_page_len = buffer.get_view("last_page_len" + suffix)[:n]
-        pages = buffer.get_view(cache_loc)[:bound]
+        pages = buffer.get_view(cache_loc)[: self._page_bound(cache_loc, n)]
         table = arithmetic.offset_page_table(
             pages,
             cu_num_pages,
@@ -177,7 +215,6 @@ class MetadataMutations:
         )
         for target, value in zip((pages, cu_num_pages, last_page_len), table, strict=True):
             target.copy_(value)
-        buffer.set_current_length(cache_loc, bound)
 
     # Mirrors after a mutation.
 

@@ -368,6 +368,9 @@ class SequenceInfo(MetadataMutations):
     ) -> None:
         """Stage a new batch, derive what follows from it, bring it to the device and prepare it there.
 
+        The overlap inputs change the batch on the device alone: afterwards the mirrors of what they wrote are stale,
+        apart from those that registered host-prepare functions read.
+
         Args:
             input_ids: ``t`` tokens, flat, on the host.
             cu_seqlen: ``n + 1`` boundaries of the sequences.
@@ -446,7 +449,9 @@ class SequenceInfo(MetadataMutations):
         if _ungathered_input_ids is not None:
             self.rescatter_input_ids_(_ungathered_input_ids)
         if _ungathered_new_lens is not None:
-            self.offset_with_new_lens_(_ungathered_new_lens)
+            # Mirrors are left behind, but for what the host-prepare functions read right now: the consumers' mirrors
+            # are their orchestrator's business.
+            self.offset_with_new_lens_(_ungathered_new_lens, active_args_override=set(self._active_host_prep_args))
         self.run_host_prepare_for_attention_forward()
 
     def _counts(self, batch_info: BatchInfo | IntList | None, seq_len: Sequence[int]) -> list[int]:

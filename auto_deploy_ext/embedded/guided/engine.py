@@ -7,7 +7,7 @@ import dataclasses
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -95,6 +95,8 @@ class GuidedEngine(Engine):
     """
 
     model: GuidedEagleWrapper
+    #: it captures what it replays itself, for as many rows as there are.
+    fills_up: ClassVar[bool] = False
 
     def __init__(
         self,

@@ -409,11 +409,28 @@ def test_late_lengths_offset_the_rows_after_the_prefills(info: SequenceInfo, dev
     new_lens = torch.tensor([1, 3, 2], device=device, dtype=torch.int32)
     with record_mirrors(info) as transfers:
         nest_mixed(info, _gather_slot_idx=[1, 2], _ungathered_new_lens=new_lens)
+    assert transfers == []
+    assert "input_pos" in info._input_buffer.stale_names()
+    info._input_buffer.copy_to_host()
     assert both(info, "input_pos") == [0, 5, 8, 9]
     assert both(info, "position_ids") == [0, 1, 2, 5, 6, 8, 9, 10, 9]
     assert both(info, "seq_len_with_cache") == [3, 7, 11, 10]
     assert both(info, "last_page_len") == [3, 3, 3, 2]
-    assert [transfer.trigger for transfer in transfers] == ["offset_pos_and_cache_"]
+
+
+def test_late_lengths_bring_host_prepare_functions_what_they_read_and_nothing_else(info, device) -> None:
+    info.activate_arg("cache_loc")
+    info.activate_arg("input_pos_host")
+    seen: list[list[int]] = []
+    info.register_host_prepare_for_attention_forward(
+        lambda seq_len_with_cache_host: seen.append(seq_len_with_cache_host[:4].tolist()), ["seq_len_with_cache_host"]
+    )
+    with record_mirrors(info) as transfers:
+        nest_mixed(info, _gather_slot_idx=[1], _ungathered_new_lens=torch.tensor([1, 3], device=device))
+    assert [(transfer.names, transfer.trigger) for transfer in transfers] == [
+        (("seq_len_with_cache_host",), "offset_pos_and_cache_")
+    ]
+    assert seen == [[3, 7, 11, 9]]
 
 
 # Host-prepare functions.
