@@ -38,6 +38,10 @@ CAPTURED_KINDS = ("extend", "decode")
 _HOST_PREPARE = "run_host_prepare_for_attention_forward"
 
 
+class CaptureError(RuntimeError):
+    """What the configuration captures contains something that no device graph can contain."""
+
+
 @dataclass(frozen=True)
 class Obstacle:
     """One thing that no device graph can contain.
@@ -235,6 +239,60 @@ def _place(event: Event) -> str:
 def _source(node: Node) -> str:
     source = node.meta.get("source")
     return f", {source}" if source else ""
+
+
+# -- what is said about them -------------------------------------------------------------------------------------------
+
+
+def require_capturable(
+    mod: nn.Module,
+    cm: Any,
+    backend: str,
+    capture: str = "full",
+    orchestrator: str | None = None,
+    interface_arg: str | None = None,
+) -> None:
+    """Refuse a model of which something that is going to be captured contains what no device graph can contain.
+
+    Args:
+        mod: the model.
+        cm: its interface.
+        backend: the compile backend, for the message.
+        capture: `consumers`: each consumer becomes a graph; `full`: the whole orchestrator does.
+        orchestrator: its qualified name; None: the model itself.
+        interface_arg: the parameter that receives the interface, where neither annotation nor name tells.
+
+    Raises:
+        CaptureError: it names everything that is in the way, and what can be changed.
+    """
+    if capture == "consumers":
+        obstacles = obstacles_in_consumers(mod)
+    else:
+        try:
+            obstacles = obstacles_in_orchestrator(mod, cm, orchestrator, interface_arg)
+        except UntraceableError as error:
+            unknown = f"nobody can tell what the orchestrator does, because it cannot be traced: {error}"
+            obstacles = [Obstacle("the orchestrator", (), unknown)]
+    if obstacles:
+        what = "each consumer" if capture == "consumers" else "the whole orchestrator"
+        raise CaptureError(
+            f"compile_backend {backend!r} with capture: {capture} makes {what} a device graph, which can contain no "
+            f"transfer to the host, no wait of the host and no planning on it:\n{describe(obstacles)}\n"
+            f"Change one of these:\n{_advice(mod, capture)}"
+        )
+
+
+def _advice(mod: nn.Module, capture: str) -> str:
+    advice = [
+        "attn_backend (draft_attn_backend for the drafter): a backend that reads no host mirror"
+        + (", or one that plans before the capture" if capture == "consumers" else ""),
+        f"compile_backend: {' or '.join(sorted(EAGER_BACKENDS))}, which capture nothing",
+    ]
+    if capture == "full":
+        in_the_way = ", ".join(dict.fromkeys(o.where for o in obstacles_in_consumers(mod)))
+        but = f" (but {in_the_way} cannot be captured with its present backend either)" if in_the_way else ""
+        advice.insert(1, f"capture: consumers, so that the orchestrator runs outside of graphs{but}")
+    return "\n".join(f"  * {line}" for line in advice)
 
 
 def describe(obstacles: list[Obstacle]) -> str:

@@ -15,18 +15,7 @@ from auto_deploy_ext.binding import (
     TransformInfo,
     register_transform,
 )
-from auto_deploy_ext.capture import (
-    EAGER_BACKENDS,
-    Obstacle,
-    describe,
-    obstacles_in_consumers,
-    obstacles_in_orchestrator,
-)
-from auto_deploy_ext.orchestrator import UntraceableError
-
-
-class CaptureError(RuntimeError):
-    """What the configuration captures contains something that no device graph can contain."""
+from auto_deploy_ext.capture import EAGER_BACKENDS, CaptureError, require_capturable
 
 
 class CheckCaptureConfig(TransformConfig):
@@ -95,43 +84,12 @@ class CheckCapture(BaseTransform):
         if backend is None:
             self._log_warning("the compile backend is not known here, so nothing is taken to be captured")
         captures = backend is not None and backend not in EAGER_BACKENDS
-        if captures:
-            self._check(mod, cm)
+        if backend is not None and captures:
+            require_capturable(
+                mod, cm, backend, self.config.capture, self.config.orchestrator, self.config.interface_arg
+            )
         info = TransformInfo(skipped=not captures, num_matches=int(captures), is_clean=True, has_valid_shapes=True)
         return mod, info
-
-    def _check(self, mod: nn.Module, cm: Any) -> None:
-        if self.config.capture == "consumers":
-            obstacles = obstacles_in_consumers(mod)
-        else:
-            try:
-                obstacles = obstacles_in_orchestrator(mod, cm, self.config.orchestrator, self.config.interface_arg)
-            except UntraceableError as error:
-                unknown = f"nobody can tell what the orchestrator does, because it cannot be traced: {error}"
-                obstacles = [Obstacle("the orchestrator", (), unknown)]
-        if obstacles:
-            raise CaptureError(self._message(mod, obstacles))
-
-    def _message(self, mod: nn.Module, obstacles: list[Obstacle]) -> str:
-        what = "each consumer" if self.config.capture == "consumers" else "the whole orchestrator"
-        return (
-            f"compile_backend {self.config.compile_backend!r} with capture: {self.config.capture} makes {what} a "
-            "device graph, which can contain no transfer to the host, no wait of the host and no planning on it:\n"
-            f"{describe(obstacles)}\n"
-            f"Change one of these:\n{self._advice(mod)}"
-        )
-
-    def _advice(self, mod: nn.Module) -> str:
-        advice = [
-            "attn_backend (draft_attn_backend for the drafter): a backend that reads no host mirror"
-            + (", or one that plans before the capture" if self.config.capture == "consumers" else ""),
-            f"compile_backend: {' or '.join(sorted(EAGER_BACKENDS))}, which capture nothing",
-        ]
-        if self.config.capture == "full":
-            in_the_way = ", ".join(dict.fromkeys(o.where for o in obstacles_in_consumers(mod)))
-            but = f" (but {in_the_way} cannot be captured with its present backend either)" if in_the_way else ""
-            advice.insert(1, f"capture: consumers, so that the orchestrator runs outside of graphs{but}")
-        return "\n".join(f"  * {line}" for line in advice)
 
 
 __all__ = ["CaptureError", "CheckCapture", "CheckCaptureConfig"]
