@@ -45,7 +45,7 @@ class SpeculativeConfig(BaseModel):
     )
     max_draft_len: int = Field(default=3, ge=1, description="Tokens drafted per step, typically 1 to 6.")
     speculative_model: str | None = Field(
-        default=None, description="A checkpoint directory of the drafter; null initialises one from the seed."
+        default=None, description="The drafter's checkpoint, given like `model`; null initialises one from the seed."
     )
     eagle3_layers_to_capture: list[int] | None = Field(
         default=None, description="The target's layers whose hidden states the drafter reads; null picks three."
@@ -58,7 +58,9 @@ class EmbeddedConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str | None = Field(
-        default=None, description="A local Hugging Face checkpoint directory; null initialises a model from the seed."
+        default=None,
+        description="A local Hugging Face directory, a GGUF file, or package://NAME/PATH for one that an installed "
+        "package brings; null initialises a model from the seed.",
     )
     model_factory: str = Field(
         default="AutoModelForCausalLM", description="The key of the model factory in ModelFactoryRegistry."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import torch
@@ -44,12 +44,16 @@ def weight_names(directory: Path) -> set[str]:
     return names
 
 
-def load_weights(model: nn.Module, directory: Path) -> int:
+def load_weights(
+    model: nn.Module, directory: Path, rename: Callable[[str], str] = str, optional: Collection[str] = ()
+) -> int:
     """Copy every weight of a checkpoint into the parameter or buffer of the same name.
 
     Args:
         model: Its tensors keep their dtype and device.
         directory: A checkpoint directory.
+        rename: From a name in the checkpoint to the one in the model.
+        optional: Names in the model that the checkpoint may lack.
 
     Returns:
         How many weights were copied.
@@ -62,9 +66,10 @@ def load_weights(model: nn.Module, directory: Path) -> int:
     loaded: set[int] = set()
     count = 0
     with torch.no_grad():
-        for name, weight in _weights(directory):
-            if name.endswith(DERIVED):
+        for stored_name, weight in _weights(directory):
+            if stored_name.endswith(DERIVED):
                 continue
+            name = rename(stored_name)
             tensor = state.get(name)
             if tensor is None:
                 near = difflib.get_close_matches(name, state, n=1)
@@ -78,7 +83,11 @@ def load_weights(model: nn.Module, directory: Path) -> int:
             tensor.copy_(weight)
             loaded.add(id(tensor))
             count += 1
-    missing = sorted(name for name, tensor in state.items() if name in persistent and id(tensor) not in loaded)
+    missing = sorted(
+        name
+        for name, tensor in state.items()
+        if name in persistent and name not in optional and id(tensor) not in loaded
+    )
     if missing:
         shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
         raise CheckpointError(f"{directory}: {len(missing)} weights of the model are missing: {shown}")

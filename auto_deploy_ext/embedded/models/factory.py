@@ -7,7 +7,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,6 +19,7 @@ from ..custom_ops.torch_attention import ATTENTION_IMPLEMENTATION, register_with
 from .checkpoint import load_weights, weight_names
 from .custom.modeling_eagle import EagleWrapper, EagleWrapperConfig
 from .families import DRAFTER_FAMILIES, TARGET_FAMILIES, DrafterFamily, TargetFamily
+from .sources import resolve_source
 
 if TYPE_CHECKING:
     from ..config import EmbeddedConfig
@@ -48,7 +49,7 @@ class ModelFactory(ABC):
     """Where a pipeline's model and weights come from.
 
     Args:
-        model: A checkpoint directory, or None for random weights.
+        model: A checkpoint, as `resolve_source` takes it, or None for random weights.
         model_kwargs: Fields of the model's config.
         speculative_config: `SpeculativeConfig` as a mapping, or None to decode without speculation.
         speculative_model_kwargs: Fields of the drafter's config.
@@ -178,6 +179,16 @@ class CausalLMFactory(ModelFactory):
         register_with_transformers()
         self._config: PreTrainedConfig | None = None
 
+    @cached_property
+    def model_directory(self) -> Path | None:
+        """Where the target's checkpoint is; None for random weights."""
+        return None if self.model is None else resolve_source(self.model, "model").directory
+
+    @cached_property
+    def _drafter_directory(self) -> Path | None:
+        spec = self.speculative_config.get("speculative_model")
+        return None if spec is None else resolve_source(spec, "speculative_config.speculative_model").directory
+
     @property
     def target_config(self) -> PreTrainedConfig:
         """The target's config: the checkpoint's or its type's defaults, with `model_kwargs` on top."""
@@ -188,7 +199,7 @@ class CausalLMFactory(ModelFactory):
     def _load_target_config(self) -> PreTrainedConfig:
         kwargs = dict(self.model_kwargs)
         if self.model is not None:
-            return AutoConfig.from_pretrained(_existing(self.model, "model"), local_files_only=True, **kwargs)
+            return AutoConfig.from_pretrained(self.model_directory, local_files_only=True, **kwargs)
         model_type = kwargs.pop("model_type", None)
         if model_type is None:
             raise ValueError("model_kwargs.model_type is missing: name an architecture of transformers, such as llama")
@@ -256,27 +267,41 @@ class CausalLMFactory(ModelFactory):
         fields = target.to_dict() | family.config_defaults
         directory = self._drafter_directory
         if directory is not None:
-            fields |= family.load_config_defaults(weight_names(directory))
-            fields |= json.loads((directory / "config.json").read_text(encoding="utf-8"))
+            stored = _stored_config(directory)
+            fields |= family.load_config_defaults(self._drafter_weights(family, directory))
+            if "rope_theta" in stored or "rope_scaling" in stored:  # as published for transformers 4
+                fields.pop("rope_parameters", None)
+            fields |= stored
         fields |= self.speculative_model_kwargs
         fields.pop("model_type", None)
         config = type(target)(**fields)
         config._attn_implementation = ATTENTION_IMPLEMENTATION
         return config
 
-    @property
-    def _drafter_directory(self) -> Path | None:
-        path = self.speculative_config.get("speculative_model")
-        return None if path is None else _existing(path, "speculative_config.speculative_model")
+    def _drafter_weights(self, family: DrafterFamily, directory: Path) -> set[str]:
+        return {family.weight_name(name) for name in weight_names(directory)}
 
     def layers_to_capture(self) -> tuple[int, ...]:
-        """Those that `eagle3_layers_to_capture` names, else the drafter's usual ones."""
+        """Those that the drafter's checkpoint or `eagle3_layers_to_capture` names, else the drafter's usual ones.
+
+        Raises:
+            ValueError: The target has no such layer, or the drafter was trained on others.
+        """
         family = self.drafter_family
         if family is None:
             return ()
         num_layers = self.target_config.num_hidden_layers
         chosen = self.speculative_config.get("eagle3_layers_to_capture")
-        layers = family.capture(num_layers) if chosen is None else tuple(sorted(set(chosen)))
+        directory = self._drafter_directory
+        stored = {} if directory is None else _stored_config(directory)
+        trained = (stored.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+        if trained and chosen is not None and sorted(set(chosen)) != sorted(trained):
+            raise ValueError(
+                f"speculative_config.eagle3_layers_to_capture is {chosen}, but the drafter in {directory} reads "
+                f"{trained}: leave the field out"
+            )
+        named = trained if chosen is None else chosen
+        layers = tuple(sorted(set(named))) if named else family.capture(num_layers)
         outside = [layer for layer in layers if not 0 <= layer < num_layers]
         if outside:
             raise ValueError(
@@ -301,22 +326,20 @@ class CausalLMFactory(ModelFactory):
         """See `ModelFactory`; random weights are in place since `build_model`."""
         count = 0
         target = model.target_model if isinstance(model, EagleWrapper) else model
-        if self.model is not None:
-            count += load_weights(target, _existing(self.model, "model"))
-        if self._drafter_directory is not None and isinstance(model, EagleWrapper):
-            count += load_weights(model.draft_model, self._drafter_directory)
+        if self.model_directory is not None:
+            count += load_weights(target, self.model_directory)
+        family, directory = self.drafter_family, self._drafter_directory
+        if family is not None and directory is not None and isinstance(model, EagleWrapper):
+            names = self._drafter_weights(family, directory)
+            derived = [name for name in family.derived if name not in names]
+            count += load_weights(model.draft_model, directory, family.weight_name, derived)
+            family.derive(model.draft_model, target, names)
         model.to(device)
         return count
 
 
-def _existing(path: str, field: str) -> Path:
-    directory = Path(path)
-    if not (directory / "config.json").is_file():
-        raise FileNotFoundError(
-            f"{field}: {path} has no config.json; give a local Hugging Face checkpoint directory "
-            "(nothing is downloaded), or leave the field out for random weights"
-        )
-    return directory
+def _stored_config(directory: Path) -> dict[str, Any]:
+    return json.loads((directory / "config.json").read_text(encoding="utf-8"))
 
 
 def _example_inputs(module: Any) -> dict[str, torch.Tensor]:

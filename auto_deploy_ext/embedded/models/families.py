@@ -9,7 +9,14 @@ from typing import Any
 from torch import nn
 from transformers import LlamaConfig, PreTrainedModel
 
-from .custom.modeling_eagle3 import Eagle3Drafter, Eagle3Options, initialise_eagle3
+from .custom.modeling_eagle3 import (
+    EAGLE3_DERIVED,
+    Eagle3Drafter,
+    Eagle3Options,
+    derive_eagle3,
+    eagle3_weight_name,
+    initialise_eagle3,
+)
 from .custom.modeling_hybrid import initialise_hybrid, use_source_ops
 from .custom.modeling_llama import initialise_llama
 from .custom.modeling_mtp import MTPDrafter, initialise_mtp
@@ -38,6 +45,10 @@ class DrafterFamily:
         capture: Gives the target's layers whose output the drafter reads, from how many there are.
         config_defaults: Fields of its config that differ from the target's.
         load_config_defaults: Gives further ones from the names of the weights in its checkpoint.
+        weight_name: From a weight's name in a checkpoint to the drafter's.
+        derive: Fills, after loading, what a checkpoint may leave out, from the drafter, the target and the names of
+            the weights in the checkpoint.
+        derived: The names of all that `derive` can fill.
     """
 
     build: Callable[[Any, Any], nn.Module]
@@ -45,6 +56,9 @@ class DrafterFamily:
     capture: Callable[[int], tuple[int, ...]]
     config_defaults: dict[str, Any]
     load_config_defaults: Callable[[set[str]], dict[str, Any]]
+    weight_name: Callable[[str], str] = str
+    derive: Callable[[Any, Any, set[str]], None] = lambda drafter, target, names: None
+    derived: tuple[str, ...] = ()
 
 
 def _build_eagle3(config: LlamaConfig, target: LlamaConfig) -> nn.Module:
@@ -74,6 +88,9 @@ DRAFTER_FAMILIES: dict[str, DrafterFamily] = {
             "own_embedding": "embed_tokens.weight" in names,
             "own_lm_head": "lm_head.weight" in names,
         },
+        weight_name=eagle3_weight_name,
+        derive=derive_eagle3,
+        derived=EAGLE3_DERIVED,
     ),
     "MTP": DrafterFamily(
         build=lambda config, target: MTPDrafter(config),

@@ -21,6 +21,7 @@ class Eagle3Options:
         draft_vocab_size: Tokens that the drafter's head knows; fewer than the target's need the `d2t` map.
         own_embedding: Whether tokens are embedded by a table of the drafter's own, not the target's.
         own_lm_head: Whether the drafter has a head of its own, not the target's.
+        slices_lm_head: Whether its head consists of those rows of the target's that are draft tokens.
     """
 
     target_hidden_size: int
@@ -28,6 +29,12 @@ class Eagle3Options:
     draft_vocab_size: int
     own_embedding: bool
     own_lm_head: bool
+    slices_lm_head: bool = False
+
+    @property
+    def has_lm_head(self) -> bool:
+        """Whether the drafter holds a head: its own, or rows of the target's."""
+        return self.own_lm_head or self.slices_lm_head
 
     @classmethod
     def from_config(cls, config: LlamaConfig, target: LlamaConfig) -> Eagle3Options:
@@ -40,22 +47,25 @@ class Eagle3Options:
         Raises:
             ValueError: A part is shared that does not fit.
         """
+        captured = (getattr(config, "eagle_config", None) or {}).get("eagle_aux_hidden_state_layer_ids")
+        draft_vocab_size = getattr(config, "draft_vocab_size", None) or config.vocab_size
+        own_lm_head = bool(getattr(config, "own_lm_head", True))
         options = cls(
             target_hidden_size=getattr(config, "target_hidden_size", None) or target.hidden_size,
-            num_captured_layers=getattr(config, "num_captured_layers", None) or 3,
-            draft_vocab_size=getattr(config, "draft_vocab_size", None) or config.vocab_size,
+            num_captured_layers=getattr(config, "num_captured_layers", None) or len(captured or ()) or 3,
+            draft_vocab_size=draft_vocab_size,
             own_embedding=bool(getattr(config, "own_embedding", False)),
-            own_lm_head=bool(getattr(config, "own_lm_head", True)),
+            own_lm_head=own_lm_head,
+            slices_lm_head=not own_lm_head and draft_vocab_size != target.vocab_size,
         )
         if not options.own_embedding and config.hidden_size != target.hidden_size:
             raise ValueError(
                 f"a drafter of hidden size {config.hidden_size} cannot share the embedding of a target of hidden size "
                 f"{target.hidden_size}: set own_embedding: true"
             )
-        if not options.own_lm_head and options.draft_vocab_size != target.vocab_size:
+        if options.draft_vocab_size > target.vocab_size:
             raise ValueError(
-                f"a drafter with {options.draft_vocab_size} draft tokens cannot share the head of a target with "
-                f"{target.vocab_size}: set own_lm_head: true"
+                f"draft_vocab_size is {options.draft_vocab_size}, but the target knows {target.vocab_size} tokens"
             )
         if not options.own_lm_head and config.hidden_size != target.hidden_size:
             raise ValueError(
@@ -137,7 +147,7 @@ class Eagle3Drafter(nn.Module):
         self.norm = LlamaRMSNorm(hidden, eps=config.rms_norm_eps)
         self.rotary_emb = LlamaRotaryEmbedding(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, hidden) if options.own_embedding else None
-        self.lm_head = nn.Linear(hidden, options.draft_vocab_size, bias=False) if options.own_lm_head else None
+        self.lm_head = nn.Linear(hidden, options.draft_vocab_size, bias=False) if options.has_lm_head else None
         has_map = options.draft_vocab_size != config.vocab_size
         known = torch.arange(config.vocab_size) < options.draft_vocab_size
         self.register_buffer("d2t", torch.zeros(options.draft_vocab_size, dtype=torch.int64) if has_map else None)
@@ -148,7 +158,7 @@ class Eagle3Drafter(nn.Module):
         return self.embed_tokens
 
     def get_output_embeddings(self) -> nn.Linear | None:
-        """The drafter's own head, or None where the target's is used."""
+        """The drafter's own head or its rows of the target's, or None where all of the target's is used."""
         return self.lm_head
 
     def forward(
@@ -168,6 +178,40 @@ class Eagle3Drafter(nn.Module):
         position_embeddings = self.rotary_emb(hidden_states, position_ids=position_ids)
         last_hidden_state = self.midlayer(inputs_embeds, hidden_states, position_embeddings)
         return self.norm(last_hidden_state), last_hidden_state
+
+
+EAGLE3_DERIVED = ("t2d", "lm_head.weight")
+"""What a checkpoint may leave out although the drafter has it: see `derive_eagle3`."""
+
+
+def eagle3_weight_name(name: str) -> str:
+    """The drafter's name of a checkpoint's weight: some call the layer ``layers.0`` and put ``model.`` in front."""
+    name = name.removeprefix("model.")
+    return name.replace("layers.0.", "midlayer.", 1) if name.startswith("layers.0.") else name
+
+
+@torch.no_grad()
+def derive_eagle3(drafter: Any, target: Any, names: set[str]) -> None:
+    """Fill what a checkpoint left out: `t2d` follows from `d2t`, and a head is rows of the target's.
+
+    Args:
+        drafter: An `Eagle3Drafter`, exported or not, with all else loaded.
+        target: The target, exported or not, loaded.
+        names: Weights that the checkpoint has, as the drafter names them.
+
+    Raises:
+        ValueError: `d2t` names tokens that the target does not have.
+    """
+    head, own_head = target.get_output_embeddings().weight, drafter.get_output_embeddings()
+    if drafter.d2t is not None:
+        known = torch.arange(len(drafter.d2t), device=drafter.d2t.device) + drafter.d2t
+        if not bool(((known >= 0) & (known < len(head))).all()):
+            raise ValueError(f"d2t gives tokens {known.min()} to {known.max()}, the target knows 0 to {len(head) - 1}")
+        if "t2d" not in names:
+            drafter.t2d.zero_()[known] = True
+        head = head[known]
+    if "lm_head.weight" not in names and own_head is not None:
+        own_head.weight.copy_(head)
 
 
 @torch.no_grad()
