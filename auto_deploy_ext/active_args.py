@@ -9,6 +9,10 @@ from torch.fx import Graph, GraphModule
 
 META_KEY = "active_args"
 
+#: attribute of a module that replays device graphs: whether it returns copies. It is false only while an orchestrator
+#: runs that is done with every result before the next call, so a result is as good as new (see `lent_results`).
+COPIES_RESULTS = "copies_results"
+
 #: where wrappers of compiled callables keep the module they stand for, in the order in which they are looked at.
 _WRAPPED_ATTRIBUTES = ("_orig_mod", "gm", "graph_module", "module", "model")
 

@@ -13,6 +13,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from auto_deploy_ext import aliasing
+from auto_deploy_ext.active_args import COPIES_RESULTS, wrapped_graph
 from auto_deploy_ext.effects import HOST_READERS, MUTATIONS, NEUTRAL_METHODS
 from auto_deploy_ext.interface_nodes import bind_arguments, submodule_at
 from auto_deploy_ext.orchestrator import ops
@@ -56,7 +57,7 @@ class OperandFinder:
 
     def __init__(self, owners: Mapping[Graph, GraphModule]) -> None:
         self._owners = owners
-        self._memories: dict[Graph, _Memory] = {}
+        self._memories: dict[Graph, Memory] = {}
         self._written: dict[int, frozenset[str]] = {}
         self._modules: dict[tuple[Graph, str], tuple[Any, aliasing.ModuleEffects | None]] = {}
 
@@ -73,7 +74,7 @@ class OperandFinder:
         """
         if not isinstance(operand, Node) or operand.graph is not mutation.graph:
             return None
-        memory = self._memory(mutation.graph)
+        memory = self.memory(mutation.graph)
         if memory.root(operand) is memory.root(interface):
             return None
         last = memory.last_write(operand, mutation, interface)
@@ -87,9 +88,10 @@ class OperandFinder:
             after = interface
         return Snapshot(operand, after)
 
-    def _memory(self, graph: Graph) -> _Memory:
+    def memory(self, graph: Graph) -> Memory:
+        """Which nodes of a graph may share memory, and what writes it."""
         if graph not in self._memories:
-            memory = self._memories[graph] = _Memory()
+            memory = self._memories[graph] = Memory()
             for index, node in enumerate(graph.nodes):
                 memory.index[node] = index
                 if not is_placed(node):
@@ -97,7 +99,7 @@ class OperandFinder:
             memory.sort()
         return self._memories[graph]
 
-    def _add(self, memory: _Memory, node: Node) -> None:
+    def _add(self, memory: Memory, node: Node) -> None:
         if node.op == "placeholder":
             memory.placeholders.append(node)
             return
@@ -112,6 +114,9 @@ class OperandFinder:
             return
         for target in (*aliasing.written_inputs(node), *self._written_by_call(node)):
             memory.writes.append((node, target))
+        if node.op == "call_module" and self._may_return_its_own(node):
+            memory.unite(node, memory.results.setdefault(id(self._module(node)[0]), node))
+            memory.writes.append((node, node))
         if node.users:
             for source in self._aliased_by_call(node) if node.op == "call_module" else _aliased_inputs(node):
                 memory.unite(node, source)
@@ -127,11 +132,18 @@ class OperandFinder:
         bound = bind_arguments(module.graph, node.args, node.kwargs)
         return [v for p, v in bound.items() if str(p.target) in effects.returned and isinstance(v, Node)]
 
+    def _may_return_its_own(self, node: Node) -> bool:
+        """Whether a call may return memory of the module's own, which its next call overwrites: a compiled one may."""
+        module, _ = self._module(node)
+        return not isinstance(module, GraphModule) and not type(module).__module__.startswith("torch.nn.")
+
     def _module(self, node: Node) -> tuple[Any, aliasing.ModuleEffects | None]:
         """The module that a call_module node calls, and its effects."""
         key = (node.graph, str(node.target))
         if key not in self._modules:
             module = submodule_at(self._owners[node.graph], key[1])
+            if COPIES_RESULTS in getattr(module, "__dict__", ()):
+                module = wrapped_graph(module)
             self._modules[key] = (module, aliasing.module_effects(module))
         return self._modules[key]
 
@@ -165,7 +177,7 @@ class OperandFinder:
             self._written[id(module)] = frozenset()
             inner = OperandFinder({module.graph: module})
             inner._written = self._written
-            memory = inner._memory(module.graph)
+            memory = inner.memory(module.graph)
             touched = {memory.root(target) for _, target in memory.writes}
             written = frozenset(str(p.target) for p in memory.placeholders if memory.root(p) in touched)
             self._written[id(module)] = written
@@ -176,12 +188,13 @@ Write = tuple[int, Node, Node]
 
 
 @dataclass
-class _Memory:
+class Memory:
     """Which nodes of one graph may share memory, and what writes it: `(index, node, node of the tensor)` per write."""
 
     placeholders: list[Node] = field(default_factory=list)
     index: dict[Node, int] = field(default_factory=dict)
     attributes: dict[str, Node] = field(default_factory=dict)
+    results: dict[int, Node] = field(default_factory=dict)
     writes: list[tuple[Node, Node]] = field(default_factory=list)
     _parents: dict[Node, Node] = field(default_factory=dict)
     _by_root: dict[Node, list[Write]] = field(default_factory=dict)

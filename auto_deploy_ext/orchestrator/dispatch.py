@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from auto_deploy_ext.consumer_check import check_graph
+from auto_deploy_ext.lent_results import lent
 
 from .errors import UntraceableError
 from .finding import is_orchestrator_graph
@@ -22,6 +23,9 @@ logger = logging.getLogger("auto_deploy_ext")
 
 #: makes one more variant for the batch that the interface holds: `(owner, interface, name) -> graph`.
 Recipe = Callable[[nn.Module, Any, str], OrchestratorGraph]
+
+#: runs a variant on the interface that it fits, for example as a device graph.
+Runner = Callable[[OrchestratorGraph, Any], Any]
 
 
 @dataclass
@@ -45,6 +49,9 @@ class Dispatcher(ReboundForward):
             where it has one, gives what runs such a batch in place of the original forward.
         max_variants: how many variants are kept at most; beyond it such batches run the original forward.
         original: the forward that was bound on the wrapper instance before, None for its class's.
+
+    Attributes:
+        runner: what runs a variant on the interface; None: it is called.
     """
 
     def __init__(
@@ -59,6 +66,7 @@ class Dispatcher(ReboundForward):
         super().__init__(owner, parameter, original)
         self.recipe = recipe
         self.max_variants = max_variants
+        self.runner: Runner | None = None
         self._states: list[_VariantState] = []
         self._variants: list[OrchestratorGraph] | None = list(variants.values())
         self._last = 0
@@ -82,7 +90,8 @@ class Dispatcher(ReboundForward):
         variant = self.select(interface)
         if variant is not None:
             check_graph(variant, self.owner)
-            return variant(interface)
+            with lent(variant, self.owner):
+                return variant(interface) if self.runner is None else self.runner(variant, interface)
         self._learn(interface)
         return self._uncovered(*args, **kwargs)
 

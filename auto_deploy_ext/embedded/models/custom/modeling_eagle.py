@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import GraphModule
 from transformers.utils import ModelOutput
 
+from ....active_args import wrapped_graph
 from ...shim.interface import CachedSequenceInterface, HybridCacheManager
 
 HIDDEN_STATES_PREFIX = "hidden_states_cache_"
@@ -77,9 +77,14 @@ class EaglePrefillOutput(ModelOutput):
     draft_logits: torch.Tensor | None = None
 
 
-def placeholder_names(module: GraphModule) -> tuple[str, ...]:
-    """The argument names of a GraphModule, in their order (a placeholder's name is its target)."""
-    return tuple(str(node.target) for node in module.graph.nodes if node.op == "placeholder")
+def placeholder_names(module: nn.Module) -> tuple[str, ...]:
+    """The argument names of a GraphModule, or of one that a captured module stands for, in their order.
+
+    A placeholder's name is its target.
+    """
+    graph_module = wrapped_graph(module)
+    assert graph_module is not None, "the inference path needs exported submodules: run export_to_gm"
+    return tuple(str(node.target) for node in graph_module.graph.nodes if node.op == "placeholder")
 
 
 class EagleWrapper(nn.Module):
@@ -186,7 +191,6 @@ class EagleWrapper(nn.Module):
 
     def submodule_args(self, csi: CachedSequenceInterface, submodule: nn.Module) -> Mapping[str, torch.Tensor]:
         """The interface's arguments, metadata and caches, that a submodule's graph takes."""
-        assert isinstance(submodule, GraphModule), "the inference path needs exported submodules: run export_to_gm"
         names = placeholder_names(submodule)
         return {name: value for name, value in csi.named_args.items() if name in names}
 

@@ -4,28 +4,18 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
 from torch import nn
 
+from ...compile.backend import capture_model
 from ..interface import BaseTransform, SharedConfig, TransformConfig, TransformInfo, TransformRegistry
 
 if TYPE_CHECKING:
     from ...models.factory import ModelFactory
     from ...shim.interface import CachedSequenceInterface
-
-CompileBackend = Callable[[nn.Module, "CachedSequenceInterface"], nn.Module]
-
-
-def compile_simple(mod: nn.Module, cm: CachedSequenceInterface) -> nn.Module:
-    """Run the graphs as they are, in eval mode."""
-    return mod.eval()
-
-
-COMPILE_BACKENDS: dict[str, CompileBackend] = {"torch-simple": compile_simple}
-"""By name; each gives the module to be called from then on."""
 
 
 class CompileModelConfig(TransformConfig):
@@ -34,6 +24,17 @@ class CompileModelConfig(TransformConfig):
     model_config = ConfigDict(extra="forbid")
 
     backend: str = Field(default="torch-simple", description="How the model is compiled: a key of COMPILE_BACKENDS.")
+    capture: Literal["consumers", "full"] = Field(
+        default="consumers",
+        description="With torch-cudagraph: consumers makes each consumer a device graph, full the whole rewritten "
+        "orchestrator of an extend-only batch.",
+    )
+    cuda_graph_batch_sizes: list[int] | None = Field(
+        default=None,
+        min_length=1,
+        description="With torch-cudagraph: the numbers of rows that become graphs; null: 1, 2, 4, 8, ... and "
+        "max_batch_size.",
+    )
 
     @field_validator("backend")
     @classmethod
@@ -46,9 +47,31 @@ class CompileModelConfig(TransformConfig):
         return value
 
 
+CompileBackend = Callable[[nn.Module, "CachedSequenceInterface", CompileModelConfig], tuple[nn.Module, int]]
+
+
+def compile_simple(mod: nn.Module, cm: CachedSequenceInterface, config: CompileModelConfig) -> tuple[nn.Module, int]:
+    """Run the graphs as they are, in eval mode."""
+    return mod.eval(), 1
+
+
+def compile_cudagraph(mod: nn.Module, cm: CachedSequenceInterface, config: CompileModelConfig) -> tuple[nn.Module, int]:
+    """Run decode batches as device graphs; see `capture_model`."""
+    return capture_model(mod.eval(), cm, config.capture, config.cuda_graph_batch_sizes, config.backend)
+
+
+COMPILE_BACKENDS: dict[str, CompileBackend] = {"torch-cudagraph": compile_cudagraph, "torch-simple": compile_simple}
+"""By name; each gives the module to be called from then on, and how many parts of it were compiled."""
+
+
 @TransformRegistry.register("compile_model")
 class CompileModel(BaseTransform):
-    """Compile the whole model."""
+    """Compile the whole model.
+
+    `num_matches` counts what was compiled: the model, or with `capture: consumers` its consumers.
+    """
+
+    config: CompileModelConfig
 
     @classmethod
     def get_config_class(cls) -> type[TransformConfig]:
@@ -58,6 +81,5 @@ class CompileModel(BaseTransform):
     def _apply_to_full_model(
         self, mod: nn.Module, cm: CachedSequenceInterface, factory: ModelFactory, shared_config: SharedConfig
     ) -> tuple[nn.Module, TransformInfo]:
-        assert isinstance(self.config, CompileModelConfig)
-        compiled = COMPILE_BACKENDS[self.config.backend](mod, cm)
-        return compiled, TransformInfo(skipped=False, num_matches=1, is_clean=True, has_valid_shapes=True)
+        compiled, matches = COMPILE_BACKENDS[self.config.backend](mod, cm, self.config)
+        return compiled, TransformInfo(skipped=False, num_matches=matches, is_clean=True, has_valid_shapes=True)
