@@ -33,11 +33,15 @@ class EncodingStats:
         images: images encoded, by the way that led to the encoder.
         calls: calls of the encoder.
         prefetch_skipped: prefetches that pending host functions kept from running.
+        full_hits: requests whose images the encoder cache all had when they were looked for first.
+        partial_hits: requests of which it had some, so that only the rest was encoded.
     """
 
     images: dict[str, int] = field(default_factory=lambda: {"forward": 0, "schedule": 0, "prefetch": 0})
     calls: int = 0
     prefetch_skipped: int = 0
+    full_hits: int = 0
+    partial_hits: int = 0
 
 
 class ImageEncoding:
@@ -97,6 +101,7 @@ class ImageEncoding:
         """Hold what the cache has of a request's images; gives those that it has not."""
         if request_id not in self._items:
             return []
+        is_first = request_id not in self._held
         held = self._held.setdefault(request_id, {})
         missing = []
         for item in self._items[request_id]:
@@ -106,6 +111,9 @@ class ImageEncoding:
                     missing.append(item)
                 else:
                     held[item.key] = features
+        if is_first and held:
+            self.stats.partial_hits += bool(missing)
+            self.stats.full_hits += not missing
         return missing
 
     # ---------------------------------------------------------------- encoding outside of the forward
@@ -120,11 +128,17 @@ class ImageEncoding:
     def prefetch(self, waiting: Iterable[int]) -> None:
         """Prefetch: the same on a side stream, beside a forward; skipped while host functions are pending."""
         items = self._next_items(waiting)
-        if items and self.owner.pending:
+        if not items:
+            return
+        if not self.may_prefetch():
             self.stats.prefetch_skipped += 1
-        elif items:
-            with self.owner.layer.side_stream():
-                self._encode(items, "prefetch")
+            return
+        with self.owner.layer.side_stream():
+            self._encode(items, "prefetch")
+
+    def may_prefetch(self) -> bool:
+        """The gate: whether no host function is pending. Host state alone, so that all ranks decide alike."""
+        return not self.owner.pending
 
     def _next_items(self, waiting: Iterable[int]) -> list[ImageItem]:
         items: dict[str, ImageItem] = {}

@@ -14,23 +14,19 @@ from tests.bounded import bounded
 __all__ = ["bounded"]
 
 VOCAB_SIZE, EOS, IMAGE = 258, 256, 257
+OVERRIDES = {
+    "model_kwargs.num_hidden_layers": 2,
+    "speculative_config.eagle3_layers_to_capture": [0, 1],
+    "speculative_model_kwargs.num_captured_layers": 2,
+    "max_batch_size": 4,
+    "max_num_tokens": 128,
+    "max_seq_len": 160,
+}
 
 
 @pytest.fixture(scope="session")
 def pipeline() -> Pipeline:
-    return build_pipeline(
-        load_config(
-            "guided_vlm",
-            overrides={
-                "model_kwargs.num_hidden_layers": 2,
-                "speculative_config.eagle3_layers_to_capture": [0, 1],
-                "speculative_model_kwargs.num_captured_layers": 2,
-                "max_batch_size": 4,
-                "max_num_tokens": 128,
-                "max_seq_len": 160,
-            },
-        )
-    )
+    return build_pipeline(load_config("guided_vlm", overrides=OVERRIDES))
 
 
 @pytest.fixture(scope="session")

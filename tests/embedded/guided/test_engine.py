@@ -317,6 +317,10 @@ def test_of_a_partial_hit_only_the_rest_is_encoded_and_the_text_is_the_same(engi
     (outcome,) = run(engine, both)
     assert encoder_calls == [(False, 1)]
     assert outcome.output.tokens == expected.output.tokens
+    assert (engine.images.stats.partial_hits, engine.images.stats.full_hits) == (1, 0)
+    run(engine, request("again", image(40), image(41, 3, 2), limit=3))
+    assert (engine.images.stats.partial_hits, engine.images.stats.full_hits) == (1, 1)
+    assert encoder_calls == [(False, 1)]
 
 
 def test_an_image_decides_what_is_said(engine_of, image):
