@@ -13,6 +13,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import GraphModule, Node
 
 from ...custom_ops import (  # noqa: F401  (registers the backends)
+    flashinfer_attention,
     torch_attention,
     torch_paged_attention,
     triton_attention,
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 DRAFT_PREFIX = "draft_"
 """In front of the names of the drafter's resources."""
+
+_TOKENS_PER_BLOCK = "tokens_per_block"
 
 
 class InsertCachedOpConfig(TransformConfig):
@@ -53,7 +56,8 @@ class InsertCachedOp(BaseTransform):
 
     1. The backend is `draft_backend` in a graph exported as "draft", where that is given, else `backend`.
     2. Each standard metadata argument is a placeholder, added at most once, and activated in the interface.
-    3. Extra metadata is computed by one node before the first source op, from arguments named like its parameters.
+    3. Extra metadata is computed by one node before the first source op, from arguments named like its parameters; a
+       parameter `tokens_per_block` gets the interface's as a literal.
     4. Each source op gets caches of its own: resources `<name>_<i>`, `draft_<name>_<i>` in the draft, i counting the
        source ops of the graph.
     5. The cached op takes the source's tensors, the standard metadata, the extra metadata, the caches, the constants.
@@ -99,7 +103,10 @@ class InsertCachedOp(BaseTransform):
         if prepare is None:
             return []
         names = _parameter_names(prepare)
-        inputs = [self._add_or_retrieve_input(gm, cm, name) for name in names[: len(names) - len(constants)]]
+        inputs = [
+            cm.info.tokens_per_block if name == _TOKENS_PER_BLOCK else self._add_or_retrieve_input(gm, cm, name)
+            for name in names[: len(names) - len(constants)]
+        ]
         with gm.graph.inserting_before(first):
             prepared = gm.graph.call_function(prepare, (*inputs, *constants))
             if num_outputs == 1 and not _returns_tuple(prepare):
@@ -157,6 +164,6 @@ def _returns_tuple(function: Callable[..., Any]) -> bool:
 
 @TransformRegistry.register("insert_cached_attention")
 class InsertCachedAttention(InsertCachedOp):
-    """`InsertCachedOp` for attention; the backends are `torch`, `torch_paged`, `triton` and others that are registered."""
+    """`InsertCachedOp` for attention; backends: `torch`, `torch_paged`, `triton`, `flashinfer`, and any registered."""
 
     default_backend = "torch"
