@@ -58,7 +58,7 @@ class BatchInfo:
         self._batch_info_host[:6] = torch.tensor([int(v) for v in batch_info], dtype=self._batch_info_host.dtype)
 
     def _counts(self) -> list[int]:
-        return self._batch_info_host[:6].tolist()
+        return self._batch_info_host.tolist()[:6]
 
     def is_generate_only(self) -> bool:
         """Return whether every sequence is a decode."""

@@ -156,6 +156,7 @@ class InputBuffer:
         mirror_version: name -> version of the mirror.
         transfer_observers: each is called with the :class:`~auto_deploy_ext.mirrors.Transfer` of every D2H copy when
             it is started.
+        layout: changes whenever views that were taken become invalid.
 
     Example:
         >>> buffer = InputBuffer([("seq_len", 4, torch.int32)])
@@ -170,6 +171,7 @@ class InputBuffer:
         self._fields: dict[str, _Field] = {}
         self._device_regions: dict[str, torch.Tensor] = {}
         self._mirror_regions: dict[str, torch.Tensor] = {}
+        self.layout = 0
         #: views of whole tensors that were asked for: making one takes longer than launching a kernel.
         self._device_views: dict[str, torch.Tensor] = {}
         self._mirror_views: dict[str, torch.Tensor] = {}
@@ -191,6 +193,10 @@ class InputBuffer:
             packed_size = offset + max_numel * dtype.itemsize
         self._allocate(_PACKED, packed_size)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave views out: a copy's would have memory of their own."""
+        return {**self.__dict__, "_device_views": {}, "_mirror_views": {}}
+
     # Layout.
 
     def _allocate(self, region: str, nbytes: int) -> None:
@@ -204,6 +210,7 @@ class InputBuffer:
                 kept = min(old.numel(), nbytes)
                 new[:kept].copy_(old[:kept])
             regions[region] = new
+        self.layout += 1
         self._device_views.clear()
         self._mirror_views.clear()
 
@@ -318,7 +325,7 @@ class InputBuffer:
 
         Non-blocking copies that :meth:`copy_to_host` or :meth:`copy_names_to_host` left under way are waited for.
         """
-        self._settle()
+        self.settle()
         return self.get_host_memory(name, truncate)
 
     def get_host_memory(self, name: str, truncate: bool = False) -> torch.Tensor:
@@ -565,6 +572,7 @@ class InputBuffer:
             self.mirror_version[name] = self.device_version[name]
         self._report(names, nbytes, True, trigger)
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
+        """Wait for non-blocking copies that :meth:`copy_to_host` or :meth:`copy_names_to_host` left under way."""
         while self._unclaimed:
             self._unclaimed.pop(0).wait()

@@ -124,6 +124,8 @@ class SequenceInfo(MetadataMutations):
         self._active_host_prep_args: set[str] = set()
         self._host_prepare_functions: list[tuple[HostPrepareFunction, tuple[str, ...]]] = []
         self._extra_args: dict[str, torch.Tensor] = {}
+        self._attention_args: tuple[Any, bool] = None, False
+        self._known_args: tuple[Any, dict[str, torch.Tensor]] = None, {}
         self.reset()
 
     # Sizes and devices.
@@ -232,9 +234,27 @@ class SequenceInfo(MetadataMutations):
     @property
     def named_args(self) -> dict[str, torch.Tensor]:
         """The active arguments by name, in the order of activation, then the extra arguments."""
-        args = {name: self.get_arg(name) for name in self._active_args}
+        whole = self._whole_args()
+        args = {name: self.get_arg(name) for name in self._active_args if name not in whole}
+        args.update(whole)
         args.update(self._extra_args)
         return args
+
+    def _whole_args(self) -> dict[str, torch.Tensor]:
+        """The active arguments that are the same tensors for every batch; an orchestrator asks before every call."""
+        buffer = self._input_buffer
+        buffer.settle()
+        valid_for = self._active_args, buffer, buffer.layout, self.batch_info
+        if self._known_args[0] != valid_for:
+            names = [name for name in self._active_args if name in self._available_args and name not in _UNFLATTENED]
+            args = {name: self.get_arg(name) for name in names}
+            if any(type(value) is not torch.Tensor for value in args.values()):
+                return args  # while an orchestrator is traced
+            self._known_args = valid_for, args
+        return self._known_args[1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_known_args": (None, {})}
 
     @property
     def args(self) -> tuple[torch.Tensor, ...]:
@@ -270,7 +290,10 @@ class SequenceInfo(MetadataMutations):
 
     def _has_attention_args(self) -> bool:
         """Return whether an argument of cached attention was ever activated."""
-        return any(name.removesuffix(self._host_suffix) not in _NOT_ATTENTION for name in self._active_args)
+        if self._attention_args[0] is not self._active_args:
+            found = any(name.removesuffix(self._host_suffix) not in _NOT_ATTENTION for name in self._active_args)
+            self._attention_args = self._active_args, found
+        return self._attention_args[1]
 
     def unflatten(self, tensor: torch.Tensor) -> torch.Tensor:
         """Give ``[tokens, ...]`` the model's batch and sequence dimensions.
@@ -278,8 +301,9 @@ class SequenceInfo(MetadataMutations):
         ``[num_sequences, tokens / num_sequences, ...]`` while no argument of cached attention was ever activated and
         for generate-only and extend-only batches, else ``[1, tokens, ...]``.
         """
-        rows_as_batch = not self._has_attention_args() or self.is_generate_only or self.is_extend_only
-        rows = self.num_sequences if rows_as_batch else 1
+        prefill, extend, decode = self.batch_info.get_num_sequences()
+        one_kind = not prefill and not (extend and decode)
+        rows = prefill + extend + decode if one_kind or not self._has_attention_args() else 1
         if tensor.shape[0] % rows:
             raise ValueError(
                 f"cannot give {tensor.shape[0]} tokens the shape of {rows} sequences of equal length; "
