@@ -1,0 +1,40 @@
+"""The arguments of the command `train-draft`; imports nothing heavy, because every command's parser has them."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+DEFAULT_CONFIG = "eagle3_llama"
+LEARNING_RATE = 1.5e-3
+LOG_EVERY = 50
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--model", metavar="SPEC", help="the target: a Hugging Face directory or a GGUF file")
+    which.add_argument("--config", metavar="NAME_OR_PATH", help="take the target from a config instead")
+    which.add_argument("--plot", type=Path, metavar="DIR", help="only draw DIR/curves.png from DIR/training.json")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="where the head goes")
+    parser.add_argument("--work-dir", type=Path, metavar="DIR", help="sampled text and state (default: OUTPUT/work)")
+    parser.add_argument("--resume", action="store_true", help="go on from what --work-dir keeps")
+    parser.add_argument("--time-budget", type=float, metavar="SECONDS", help="end by itself within this time")
+    parser.add_argument("--steps", type=int, metavar="N", help="training steps (default: what the time allows)")
+    parser.add_argument("--sequences", type=int, default=65536, metavar="N", help="sampled sequences at most")
+    parser.add_argument("--sequence-length", type=int, default=320, metavar="L", help="tokens of each")
+    parser.add_argument("--held-out-sequences", type=int, default=256, metavar="N", help="never trained on")
+    parser.add_argument("--sample-rows", type=int, metavar="N", help="sequences side by side in sampling")
+    parser.add_argument("--feature-rows", type=int, metavar="N", help="sequences side by side in computing states")
+    parser.add_argument("--chat-share", type=float, default=0.55, help="share of chats (default: %(default)s)")
+    parser.add_argument("--batch-sequences", type=int, default=48, metavar="N", help="sequences of a training batch")
+    parser.add_argument("--draft-steps", type=int, default=4, metavar="K", help="draft steps (default: %(default)s)")
+    parser.add_argument("--draft-vocab", type=int, default=8192, metavar="N", help="draft vocabulary")
+    parser.add_argument("--intermediate-size", type=int, metavar="N", help="of the head's MLP (default: the target's)")
+    parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE)
+    parser.add_argument("--log-every", type=int, default=LOG_EVERY, metavar="STEPS")
+    parser.add_argument("--checkpoint-seconds", type=float, default=45.0, metavar="S", help="between checkpoints")
+    parser.add_argument("--held-out", type=Path, metavar="FILE", help='JSON list of {"kind", "text"}: prompts')
+    parser.add_argument("--seed", type=int, default=27)
+    parser.add_argument("--device", help="cuda or cpu (default: what there is)")
+    parser.add_argument("-v", "--verbose", action="store_true", help="log more, and show tracebacks of errors")

@@ -1,0 +1,79 @@
+"""Writes a head as an Eagle3 checkpoint directory, and keeps what a run needs to go on where it stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from ..models.custom.modeling_eagle3 import Eagle3Drafter
+from .corpus import DraftVocabulary
+
+CONFIG_FILE, WEIGHTS_FILE, STATE_FILE = "config.json", "model.safetensors", "state.pt"
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file that is there completely or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(path.name + ".partial")
+    scratch.write_text(text, encoding="utf-8")
+    os.replace(scratch, path)
+
+
+@torch.no_grad()
+def export(
+    directory: Path, drafter: Eagle3Drafter, vocabulary: DraftVocabulary, scale: torch.Tensor, capture: tuple[int, ...]
+) -> int:
+    """Write `config.json` and `model.safetensors` in bfloat16; embedding and head stay the target's.
+
+    Args:
+        directory: Made if missing.
+        drafter: Its `fc` takes captured states divided by `scale`, which goes into the written weight.
+        vocabulary: Gives `d2t` and `t2d`; a whole vocabulary needs neither.
+        scale: float32 [layers * hidden].
+        capture: The captured layers.
+
+    Returns:
+        Bytes of the weights file.
+    """
+    weights = {}
+    for name, parameter in drafter.named_parameters():
+        value = parameter.detach().float()
+        if name == "fc.weight":
+            value = value / scale
+        weights[name] = value.to(torch.bfloat16).cpu().contiguous()
+    tokens = vocabulary.tokens.cpu()
+    if len(tokens) != len(vocabulary.index):
+        weights["d2t"] = tokens - torch.arange(len(tokens))
+        weights["t2d"] = (vocabulary.index >= 0).cpu()
+    config: dict[str, Any] = drafter.config.to_dict()
+    config |= {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "dtype": "bfloat16",
+        "draft_vocab_size": len(tokens),
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(capture), "use_aux_hidden_state": True},
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    scratch = directory / (WEIGHTS_FILE + ".partial")
+    save_file(weights, scratch)
+    os.replace(scratch, directory / WEIGHTS_FILE)
+    write_text(directory / CONFIG_FILE, json.dumps(config, indent=2, sort_keys=True) + "\n")
+    return (directory / WEIGHTS_FILE).stat().st_size
+
+
+def save_state(directory: Path, state: dict[str, Any]) -> None:
+    """Keep a run's state; the one before stays until this one is complete."""
+    directory.mkdir(parents=True, exist_ok=True)
+    scratch = directory / (STATE_FILE + ".partial")
+    torch.save(state, scratch)
+    os.replace(scratch, directory / STATE_FILE)
+
+
+def load_state(directory: Path, device: torch.device) -> dict[str, Any] | None:
+    """A run's state, or None where there is none."""
+    path = directory / STATE_FILE
+    return torch.load(path, map_location=device, weights_only=True) if path.is_file() else None
