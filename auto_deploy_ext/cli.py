@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from . import report
+from .embedded.training.arguments import add_arguments as add_training_arguments
 
 if TYPE_CHECKING:
     from .embedded.models.custom.modeling_eagle import EagleWrapper
@@ -106,6 +107,15 @@ def make_parser() -> argparse.ArgumentParser:
     )
     _add_common_arguments(check)
     check.set_defaults(function=check_command)
+
+    train = commands.add_parser(
+        "train-draft",
+        help="train an Eagle3 head for a target on text that the target writes",
+        description="Samples text from the target, trains an Eagle3 head on it by distillation, and writes a "
+        "checkpoint directory that speculative_model: takes, with the run's record and curves beside it.",
+    )
+    add_training_arguments(train)
+    train.set_defaults(function=train_draft_command)
     return parser
 
 
@@ -234,6 +244,18 @@ def check_command(arguments: argparse.Namespace) -> int:
     if arguments.json:
         report.write_text(arguments.json, json.dumps({"config": arguments.config, **result.to_json()}, indent=2) + "\n")
     return EXIT_STALE if result.stale else EXIT_OK
+
+
+def train_draft_command(arguments: argparse.Namespace) -> int:
+    """``auto-deploy-ext train-draft``."""
+    from .embedded.training.command import run
+
+    try:
+        return run(arguments)
+    except ValueError as error:
+        if arguments.verbose:
+            raise
+        raise UsageError(str(error)) from error
 
 
 # ---------------------------------------------------------------- pieces
