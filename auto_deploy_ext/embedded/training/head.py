@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 from ..models.custom.modeling_eagle3 import Eagle3Drafter, Eagle3Options
 from .corpus import Batch, DraftVocabulary
 from .multi_step import MultiStepForward
-from .target import TrainingTarget
+from .target import TrainingTarget, stable_attention_kernels
 
 INITIAL_STD = 0.02
 
@@ -80,7 +80,7 @@ class TrainedHead:
 
     def states(self, batch: Batch) -> list[torch.Tensor]:
         """For every step the normed states [batch, bases, hidden]."""
-        with self.autocast():
+        with self.autocast(), stable_attention_kernels(self.target.device):
             return self.forward(self.target.embedding[batch.tokens].float(), batch.captured)
 
     def shifted(self, values: torch.Tensor, step: int) -> torch.Tensor:

@@ -137,7 +137,9 @@ class TrainingTarget:
         AttentionInterface.register(ATTENTION_IMPLEMENTATION, training_attention)
         model.set_attn_implementation(ATTENTION_IMPLEMENTATION)
         module: nn.Module = model
-        module.to(device=device, dtype=dtype).eval().requires_grad_(False)
+        module.to(device).eval().requires_grad_(False)
+        for parameter in module.parameters():  # not the buffers: rotary frequencies stay in float32
+            parameter.data = parameter.data.to(dtype)
         self.model = model
         self.body: Any = model.base_model
         self.capture = capture

@@ -190,6 +190,9 @@ class Trainer:
         loss, counts = self.losses(batch, progress)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.parameters, self.options.clip)
+        for parameter in self.parameters:  # an overflow costs one step and not the run; asking would be a wait
+            if parameter.grad is not None:
+                parameter.grad.nan_to_num_(0.0, 0.0, 0.0)
         self.optimizer.step()
         self.step += 1
         return loss.detach(), counts
