@@ -68,6 +68,7 @@ class ImageEncoding:
         self._held: dict[int, dict[str, torch.Tensor]] = {}
         self._new_items: list[ImageItem] = []
         self._watch: _Watch | None = None
+        self._new_features: torch.Tensor | None = None
 
     # ---------------------------------------------------------------- requests
 
@@ -172,6 +173,7 @@ class ImageEncoding:
     def place(self, cm: Any, rows: Sequence[RunningSequence]) -> None:
         """Tell the wrapper which features go where, and which images it has to encode itself."""
         self._stop_watching()
+        self._new_features = None
         set_images(cm)
         prefills = [seq.request_id for seq in rows if seq.is_prefill and seq.request_id in self._items]
         if not prefills:
@@ -213,12 +215,17 @@ class ImageEncoding:
             row_start += len(seq.next_input)
         return order, positions
 
+    def end_forward(self) -> None:
+        """Once the forward is launched, and before anything else is encoded: take what it encodes."""
+        self._new_features = self._watch.results[-1] if self._watch is not None else None
+        self._stop_watching()
+
     def keep_new_features(self, cm: Any) -> None:
         """After the forward: keep what it has encoded."""
-        if self._watch is not None:
-            self._keep(self._new_items, self._watch.results[-1], "forward")
+        if self._new_features is not None:
+            self._keep(self._new_items, self._new_features, "forward")
+            self._new_features = None
             set_images(cm)
-        self._stop_watching()
 
     def _stop_watching(self) -> None:
         if self._watch is not None:

@@ -335,6 +335,8 @@ class GuidedEngine(Engine):
 
     def _finish_forward(self) -> None:
         """What is done while a forward runs, and waiting for it."""
+        if self.images is not None:
+            self.images.end_forward()
         if self.images is not None and self._waiting:
             has_room = self.slot_allocator.num_free > 0
             if has_room and self.overlap and self.encode == "schedule":

@@ -340,6 +340,19 @@ def test_prefetch_runs_beside_a_forward_when_nothing_is_pending(engine_of, layer
     assert sum(stats.images.values()) == len(encoder_calls) == 6
 
 
+def test_what_a_forward_encodes_and_what_is_prefetched_beside_it_are_kept_apart(engine_of, layer, image, pipeline):
+    engine = engine_of(layer, guided=False, images_per_step=1, encode="forward")
+    requests = [request("p", image(80 + number), grammar=None, limit=10) for number in range(7)]
+    run(engine, *requests)
+    ways = engine.images.stats.images
+    assert ways["prefetch"] > 0 and ways["forward"] >= 4
+    for submitted in requests:
+        (item,) = engine.images.items_of(submitted.prompt, submitted.images)
+        with torch.no_grad():
+            expected = pipeline.model.vision_encoder([item.pixels[None]])
+        torch.testing.assert_close(engine.images.cache.get(item.key), expected)
+
+
 def trace_of(engine: GuidedEngine, requests: list[GuidedRequest]) -> list[tuple[Any, ...]]:
     """What an engine decides, step by step."""
     for submitted in requests:
