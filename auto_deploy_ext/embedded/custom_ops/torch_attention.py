@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch._ops import OpOverloadPacket
 from torch.fx import Node
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from .attention_descriptor import (
@@ -149,9 +150,40 @@ def _row_groups(batch_info_host: torch.Tensor) -> Iterator[tuple[int, int, int, 
         row, token = row + rows, token + tokens
 
 
-def _longest(lengths: torch.Tensor, bound: int) -> int:
-    """The largest length where reading it costs nothing (on the CPU), else a bound known on the host."""
-    return min(int(lengths.max()), bound) if lengths.device.type == "cpu" else bound
+def _attend_row_by_row(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    scale: float | None,
+    out: torch.Tensor,
+    rows: list[tuple[int, int, int, int]],
+) -> None:
+    """What `torch_cached_attention` does, where reading metadata costs nothing: few operations on true lengths.
+
+    Args:
+        q: As there, like all up to `scale`.
+        k: See q.
+        v: See q.
+        k_cache: See q.
+        v_cache: See q.
+        scale: See q.
+        out: Like q with v's last dimension, written in place.
+        rows: First token, new tokens, cached tokens and slot of each row.
+    """
+    flat_q, flat_k, flat_v, flat_out = (x.flatten(0, 1) for x in (q, k, v, out))
+    for start, length, past, slot in rows:
+        tokens, total = slice(start, start + length), past + length
+        keys, values = k_cache[slot, :total], v_cache[slot, :total]
+        keys[past:] = flat_k[tokens]
+        values[past:] = flat_v[tokens]
+        allowed = None
+        if length > 1:
+            allowed = torch.ones(length, total, dtype=torch.bool).tril(past)
+        heads_first = (x.to(q.dtype).transpose(0, 1).unsqueeze(0) for x in (flat_q[tokens], keys, values))
+        attended = scaled_dot_product_attention(*heads_first, attn_mask=allowed, scale=scale, enable_gqa=True)
+        flat_out[tokens] = attended[0].transpose(0, 1)
 
 
 @torch.library.custom_op("auto_deploy_ext::torch_cached_attention", mutates_args=("k_cache", "v_cache"))
@@ -173,7 +205,7 @@ def torch_cached_attention(
     Nothing is planned on the host: rows, positions and slots come from device tensors. The price: on CUDA, where
     reading a length would wait for the device, each group of rows (prefill, extend, decode) is padded to a bound known
     from the counts, and attends over max_seq_len keys: rows * tokens * max_seq_len scores for a group of several rows
-    of several tokens. On the CPU the true maxima are read instead.
+    of several tokens. On the CPU each row is computed by itself, at its true length.
 
     Args:
         q: [batch, sequence, heads, dim]; the batch's tokens in order when flattened.
@@ -196,6 +228,10 @@ def torch_cached_attention(
     num_rows, num_tokens = sum(counts[0::2]), sum(counts[1::2])
     if num_tokens == 0:
         return out
+    if q.device.type == "cpu":
+        rows = [tensor[:num_rows].tolist() for tensor in (cu_seqlen, seq_len, input_pos, slot_idx)]
+        _attend_row_by_row(q, k, v, k_cache, v_cache, scale, out, list(zip(*rows, strict=True)))
+        return out
     flat_q, flat_k, flat_v, flat_out = (x.flatten(0, 1) for x in (q, k, v, out))
     starts = cu_seqlen[:num_rows].long()
     ends = cu_seqlen[1 : num_rows + 1].contiguous()
@@ -213,8 +249,7 @@ def torch_cached_attention(
         in_rows, in_tokens = slice(first_row, first_row + rows), slice(first_token, first_token + group_tokens)
         lengths = seq_len[in_rows]
         totals = past[in_rows] + lengths
-        queries = _longest(lengths, group_tokens - rows + 1)
-        keys = _longest(totals, k_cache.shape[1])
+        queries, keys = group_tokens - rows + 1, k_cache.shape[1]
         steps = torch.arange(queries, device=q.device)
         padded = flat_q[(starts[in_rows, None] + steps).clamp(max=num_tokens - 1)]
         positions = past[in_rows, None] + steps

@@ -198,7 +198,7 @@ class CausalLMFactory(ModelFactory):
 
     def _load_target_config(self) -> PreTrainedConfig:
         kwargs = dict(self.model_kwargs)
-        if self.model is not None:
+        if self.model_directory is not None:
             return AutoConfig.from_pretrained(self.model_directory, local_files_only=True, **kwargs)
         model_type = kwargs.pop("model_type", None)
         if model_type is None:
