@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,10 +63,13 @@ class Obstacle:
 def obstacles_in_consumers(mod: nn.Module) -> list[Obstacle]:
     """What keeps each consumer's graph of a model from being captured by itself.
 
-    A consumer is in the way if a node of it uses a host mirror, unless that is the cached op of an attention backend
-    whose `plans_before_capture` says that it only needs the mirror for a plan that is made outside of the graph.
+    A consumer is in the way if a node of it uses a host mirror, unless that is an op that plans, which whoever captures
+    takes out of the graph, or the cached op of an attention backend that only needs the mirror for a plan that is made
+    outside of the graph: its `plans_before_capture` says so, or, on a host whose descriptors have no such method, it
+    has a host-prepare function.
     """
     owners = _descriptors_by_op()
+    plan_ops = _plan_ops()
     found: list[Obstacle] = []
     seen: list[GraphModule] = []
     for name, module in mod.named_modules():
@@ -75,7 +78,7 @@ def obstacles_in_consumers(mod: nn.Module) -> list[Obstacle]:
         if isinstance(gm, GraphModule):
             if not any(gm is known for known in seen) and not is_orchestrator_graph(gm):
                 seen.append(gm)
-                found.extend(_of_graph(name or type(mod).__name__, gm, owners))
+                found.extend(_of_graph(name or type(mod).__name__, gm, owners, plan_ops))
         elif annotation is not None:
             found.extend(_of_opaque(name or type(mod).__name__, annotation))
     return found
@@ -87,7 +90,9 @@ def _of_opaque(name: str, arguments: tuple[str, ...]) -> Iterator[Obstacle]:
         yield _reads(name, mirrors, ())
 
 
-def _of_graph(name: str, gm: GraphModule, owners: Mapping[Any, tuple[str, bool]]) -> Iterator[Obstacle]:
+def _of_graph(
+    name: str, gm: GraphModule, owners: Mapping[Any, tuple[str, bool]], plan_ops: Collection[Any]
+) -> Iterator[Obstacle]:
     blocking: dict[str, None] = {}
     backends: dict[str, None] = {}
     for placeholder in gm.graph.find_nodes(op="placeholder"):
@@ -95,7 +100,7 @@ def _of_graph(name: str, gm: GraphModule, owners: Mapping[Any, tuple[str, bool]]
             continue
         for user in placeholder.users:
             backend, plans_before = owners.get(_packet(user.target), ("", False))
-            if not plans_before:
+            if not plans_before and _packet(user.target) not in plan_ops:
                 blocking[str(placeholder.target)] = None
                 backends.update({backend: None} if backend else {})
     if blocking:
@@ -119,9 +124,24 @@ def _descriptors_by_op() -> dict[Any, tuple[str, bool]]:
     registered = getattr(registry, "_registry", None) or getattr(registry, "_attention_registry", {})
     found: dict[Any, tuple[str, bool]] = {}
     for name, descriptor in registered.items():
-        plans_before = getattr(descriptor, "plans_before_capture", None)
-        found[_packet(descriptor.get_cached_attention_op())] = (name, bool(plans_before and plans_before()))
+        found[_packet(descriptor.get_cached_attention_op())] = (name, _plans_before_capture(descriptor))
     return found
+
+
+def _plans_before_capture(descriptor: Any) -> bool:
+    says = getattr(descriptor, "plans_before_capture", None)
+    if says is not None:
+        return bool(says())
+    prepares = getattr(descriptor, "get_host_prepare_metadata_function", None)
+    return prepares is not None and prepares() is not None
+
+
+def _plan_ops() -> Collection[Any]:
+    """Packets of the ops that plan; only a host that captures consumers one by one has such ops."""
+    try:
+        return host.module("custom_ops.plan_ops").PLAN_OPS
+    except ModuleNotFoundError:
+        return ()
 
 
 # -- the whole orchestrator --------------------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ class CheckCapture(BaseTransform):
 
     1. With a compile backend that captures nothing, nothing is checked.
     2. `capture: consumers`: no graph of a consumer may use a host mirror, unless only for its attention backend's plan,
-       which that makes outside of the graph (`plans_before_capture`).
+       which that makes outside of the graph (an op that plans, `plans_before_capture`, or a host-prepare function).
     3. `capture: full`: for each kind of batch that an engine captures, the orchestrator as it will run may neither
        move, wait for, compute nor read a host mirror.
     4. Anything else raises, here, before anything is captured, and names who is in the way and what can be changed. No

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from auto_deploy_ext.embedded.custom_ops.torch_paged_attention import TorchPaged
 from auto_deploy_ext.embedded.pipeline import Pipeline, build_pipeline
 from auto_deploy_ext.orchestrator import orchestrator_graphs
 from auto_deploy_ext.scoping import ScopeOptions, scope_graphs
+from tests.double import flashinfer as double
 from tests.orchestrator_programs import OFFSET, SWITCH, build, consumer, make_interface
 
 PAGED = ("cu_num_pages_host", "cu_seqlen_host", "last_page_len_host", "seq_len_with_cache_host")
@@ -262,6 +264,48 @@ def test_a_backend_that_plans_outside_of_graphs_may_take_mirrors_but_nobody_else
     assert check(reads(), cm, capture="consumers").num_matches == 1
     (line,) = refusal(reads(torch.sum), cm, capture="consumers")
     assert line.startswith("target reads cu_seqlen_host: its placeholder asks for that mirror")
+
+
+def test_a_host_prepare_function_plans_outside_of_graphs_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Prepared(TorchPagedAttention):
+        @classmethod
+        def get_host_prepare_metadata_function(cls) -> Any:
+            return lambda cu_seqlen_host: None
+
+    class Foreign:
+        """A descriptor of a host that has no `plans_before_capture`."""
+
+        get_cached_attention_op = Prepared.get_cached_attention_op
+        prepares: Any = None
+
+        @classmethod
+        def get_host_prepare_metadata_function(cls) -> Any:
+            return cls.prepares
+
+    graph = Graph()
+    arguments = [graph.placeholder(name) for name in ("q", "cu_seqlen_host")]
+    graph.output(graph.call_function(TorchPagedAttention.get_cached_attention_op(), tuple(arguments)))
+    root, cm = nn.ModuleDict({"target": GraphModule(nn.Module(), graph)}), make_interface(["cu_seqlen_host"])
+    for descriptor, accepted in ((TorchPagedAttention, False), (Prepared, True), (Foreign, False)):
+        monkeypatch.setitem(AttentionRegistry._registry, "torch_paged", descriptor)
+        if accepted:
+            assert check(root, cm, capture="consumers").num_matches == 1
+        else:
+            assert refusal(root, cm, capture="consumers")
+    Foreign.prepares = print
+    assert check(root, cm, capture="consumers").num_matches == 1
+
+
+def test_flashinfer_is_captured_by_consumer_and_not_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", double)
+    path = tmp_path / "small.yaml"
+    small = SMALL.replace("head_dim: 16", "head_dim: 64")
+    path.write_text(f"{small}dtype: bfloat16\nattn_backend: torch\ndraft_attn_backend: flashinfer\n{SCOPE % ''}")
+    pipeline = build_pipeline(load_config(str(path)))
+    assert check(pipeline.model, pipeline.cm, capture="consumers").num_matches == 1
+    lines = refusal(pipeline.model, pipeline.cm, capture="full")
+    assert any(line.startswith("draft_model reads cu_num_pages_host") for line in lines)
+    assert not any(line.startswith("target_model reads") for line in lines)
 
 
 def test_a_compiled_replacement_is_judged_by_what_it_carries() -> None:

@@ -78,12 +78,13 @@ class AttentionDescriptor(ABC):
 
     @classmethod
     def plans_before_capture(cls) -> bool:
-        """Return whether the cached op may be captured although it takes host mirrors; ``False`` by default.
+        """Return whether the cached op may be captured although its backend reads host mirrors.
 
         A backend says so whose op needs the mirrors only for a plan that is made outside of the captured graph, before
-        each replay, and that does not look at them when it runs inside one.
+        each replay, and that does not look at them when it runs inside one. By default that is so if it has a
+        host-prepare function, because that plans, and runs before the graphs do.
         """
-        return False
+        return cls.get_host_prepare_metadata_function() is not None
 
 
 Descriptor = TypeVar("Descriptor", bound=type[AttentionDescriptor])
