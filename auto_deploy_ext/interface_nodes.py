@@ -75,7 +75,7 @@ def _receiver_of_interface_call(node: Node) -> Any:
     if not args or not (isinstance(args[0], Node) or node.target is ops.call):
         return None
     receiver = args[0]
-    if node.target is ops.mutate:
+    if node.target in (ops.mutate, ops.mutate_all):
         return receiver
     if is_placed(node):
         return receiver

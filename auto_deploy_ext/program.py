@@ -26,6 +26,7 @@ from auto_deploy_ext.effects import (
     mirror_of,
 )
 from auto_deploy_ext.events import EVERYTHING, Entry, Event, Kind, NameTable, Program, Setting
+from auto_deploy_ext.fused_nodes import taken_apart
 from auto_deploy_ext.interface_nodes import AMBIGUOUS_MUTATIONS, bind_arguments, interface_roots, submodule_at
 from auto_deploy_ext.orchestrator import ops
 from auto_deploy_ext.refresh import is_placed
@@ -56,14 +57,16 @@ def collect(gm: GraphModule, setting: Setting, interface_arg: str | None = None)
 
     Args:
         gm: the graph; it is not changed. One that the pass has rewritten gives the program that it was before: the
-            pass sees through what it put there. `meta["generate_only"]`, on it for the batch at entry or on a node for
-            the batch that the node finds, is what the graph's guards assure.
+            pass sees through what it put there, and takes fused nodes apart (in a copy, then).
+            `meta["generate_only"]`, on it for the batch at entry or on a node for the batch that the node finds, is
+            what the graph's guards assure.
         setting: what is known of the interface.
         interface_arg: the placeholder that receives the interface, where it cannot be told from its use.
 
     Raises:
         UnknownEffectError: with `on_unknown: error`, a call whose effect on mirrors is unknown.
     """
+    gm = taken_apart(gm)
     program = Program(gm, [], NameTable(setting.buffers or ()), setting)
     collector = _Collector(program, gm.meta.get(GENERATE_ONLY_KEY))
     roots = dict.fromkeys(interface_roots(gm, interface_arg), _Object.INTERFACE)
@@ -135,6 +138,7 @@ class _Collector:
         self._effects: dict[int, aliasing.ModuleEffects | None] = {}
         self._consumer_reads: dict[int, int | None] = {}
         self._written: dict[int, int] = {}
+        self._taken_apart: dict[int, GraphModule] = {}
 
     # -- graphs --------------------------------------------------------------------------------------------------
 
@@ -567,6 +571,7 @@ class _Collector:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> _Scope:
+        module = self._taken_apart.setdefault(id(module), taken_apart(module))
         bound = {p: v for p, v in bind_arguments(module.graph, args, kwargs).items() if isinstance(v, Node)}
         objects = {p: scope.objects[v] for p, v in bound.items() if v in scope.objects}
         views = {p: scope.views[v] for p, v in bound.items() if v in scope.views}

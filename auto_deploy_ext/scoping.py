@@ -14,6 +14,7 @@ from auto_deploy_ext import host_mirrors
 from auto_deploy_ext.consumer_check import check_when_called
 from auto_deploy_ext.effects import mirror_of
 from auto_deploy_ext.events import Setting
+from auto_deploy_ext.fused_nodes import take_apart_graphs
 from auto_deploy_ext.hooks import HookedForward, find_consumers, install, would_hook
 from auto_deploy_ext.interface_nodes import is_orchestrator_graph
 from auto_deploy_ext.mirror_plan import ConsumerReads, MirrorPlan, make_plan
@@ -132,6 +133,10 @@ def scope_graphs(graphs: Mapping[str, GraphModule], cm: Any, options: ScopeOptio
     """
     analyses = analyse(graphs, cm, options)
     edits = decide(analyses, options)
+    if take_apart_graphs(graphs.values()):
+        # What was looked at was a copy without fused nodes.
+        analyses = analyse(graphs, cm, options)
+        edits = decide(analyses, options)
     mirror_plan = make_plan(analyses, edits, options.strategy)
     changed = apply_edits([a.program for a in analyses.values()], edits)
     for gm in graphs.values():

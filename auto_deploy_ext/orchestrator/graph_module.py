@@ -12,7 +12,7 @@ from torch.fx.node import map_arg
 from .guards import Guards
 
 #: `node.meta` keys that travel with a pickled graph: what the passes and their plans know of a node.
-KEPT_META = frozenset({"active_args", "generate_only", "hand_written", "scoped", "source"})
+KEPT_META = frozenset({"active_args", "fused", "generate_only", "hand_written", "scoped", "source"})
 
 
 class OrchestratorGraph(GraphModule):

@@ -17,7 +17,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import has_side_effect
 
-from auto_deploy_ext import host_mirrors, replay
+from auto_deploy_ext import fused_mutations, host_mirrors, replay
 
 Override = tuple[str, ...] | None
 
@@ -57,6 +57,20 @@ def mutate(
     else:
         replay.replay(info, name, before, lambda: host_operand.wait())
     return result
+
+
+@has_side_effect
+def mutate_all(info: Any, parts: tuple[tuple[Any, ...], ...], /, *operands: Any) -> None:
+    """Do what `mutate` does for each of some mutations, in order, with one kernel for all of them.
+
+    Args:
+        info: the host's SequenceInfo.
+        parts: for each mutation the fields of a `fused_mutations.Part`: name, buffer and strictness of `copy_`, active
+            arguments, replays, host operand.
+        operands: for each part in turn the mutation's device operand, where it has one, and its ticket, where the host
+            operand is one.
+    """
+    fused_mutations.mutate_all(info, parts, operands)
 
 
 @has_side_effect
@@ -165,7 +179,7 @@ INPLACE_OPERATORS = frozenset(
     for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 )
 
-EFFECTS = frozenset({mutate, invoke, call_inplace, setitem, set_attribute, call})
+EFFECTS = frozenset({mutate, mutate_all, invoke, call_inplace, setitem, set_attribute, call})
 
 
 def is_inplace_name(name: str) -> bool:

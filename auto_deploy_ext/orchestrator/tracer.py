@@ -629,7 +629,7 @@ def has_mutations(module: nn.Module) -> bool:
 
 def is_mutation_node(node: Node) -> bool:
     """Whether `node` is a metadata mutation, in the tracer's form or as a plain `call_method`."""
-    if node.target is ops.mutate:
+    if node.target in (ops.mutate, ops.mutate_all):
         return True
     return node.op == "call_method" and node.target in MUTATIONS and not ops.is_tensor_copy(node)
 

@@ -149,13 +149,18 @@ class MetadataMutations:
         n = self.batch_info.get_total_num_sequences()
         if offset.numel() != n:
             raise ValueError(f"offset_pos_and_cache_ needs one offset for each of {n} sequences, got {offset.numel()}")
-        self._offset_on_device(
-            offset.reshape(-1).to(torch.int32), self._input_buffer.get_current_length("position_ids")
-        )
+        offset = offset.reshape(-1).to(torch.int32)
+        self._offset_on_device(offset, self._input_buffer.get_current_length("position_ids"), n)
         self._mirror(self._note_offset(n), active_args_override, "offset_pos_and_cache_")
 
-    def _offset_on_device(self, offset: torch.Tensor, num_tokens: int) -> None:
-        """The device side of `offset_pos_and_cache_` for `[n]` int32 offsets: values alone."""
+    def _offset_on_device(self, offset: torch.Tensor, num_tokens: int, more_pages: int) -> None:
+        """The device side of `offset_pos_and_cache_`: values alone.
+
+        Args:
+            offset: ``[n]`` int32.
+            num_tokens: tokens in the batch.
+            more_pages: how many pages more than the host knows a page table may have afterwards.
+        """
         n = offset.shape[0]
         buffer = self._input_buffer
         input_pos = buffer.get_view("input_pos")[:n]
@@ -167,7 +172,7 @@ class MetadataMutations:
         for suffix in self._pool_suffixes:
             buffer.get_view("seq_len_with_cache" + suffix)[:n] += offset
             if self._pages_active(suffix):
-                self._offset_pages(suffix, offset)
+                self._offset_pages(suffix, offset, more_pages)
 
     def _note_offset(self, n: int) -> list[str]:
         """What the host knows after `offset_pos_and_cache_`, lengths and versions; returns what was written."""
@@ -190,21 +195,21 @@ class MetadataMutations:
                 written.extend(name + suffix for name in PAGE_TABLE)
         return written
 
-    def _page_bound(self, cache_loc: str, n: int) -> int:
-        """The device alone knows how many pages there are after an offset: at most one more per sequence."""
+    def _page_bound(self, cache_loc: str, more: int) -> int:
+        """How many pages there may be after offsets: at most one more per sequence and offset, the device knows."""
         buffer = self._input_buffer
-        return min(buffer.get_current_length(cache_loc) + n, buffer.get_capacity(cache_loc))
+        return min(buffer.get_current_length(cache_loc) + more, buffer.get_capacity(cache_loc))
 
     def _pages_active(self, suffix: str) -> bool:
         return any(self._is_active(name + suffix + side) for name in PAGE_TABLE for side in ("", self._host_suffix))
 
-    def _offset_pages(self, suffix: str, offset: torch.Tensor) -> None:
+    def _offset_pages(self, suffix: str, offset: torch.Tensor, more_pages: int) -> None:
         n = offset.shape[0]
         buffer = self._input_buffer
         cache_loc = "cache_loc" + suffix
         cu_num_pages = buffer.get_view("cu_num_pages" + suffix)[: n + 1]
         last_page_len = buffer.get_view("last_page_len" + suffix)[:n]
-        pages = buffer.get_view(cache_loc)[: self._page_bound(cache_loc, n)]
+        pages = buffer.get_view(cache_loc)[: self._page_bound(cache_loc, more_pages)]
         table = arithmetic.offset_page_table(
             pages,
             cu_num_pages,
