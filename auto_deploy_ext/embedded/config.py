@@ -95,7 +95,15 @@ class EmbeddedConfig(BaseModel):
     dtype: Literal["float32", "float64", "bfloat16", "float16"] = Field(
         default="float32", description="The type of weights and activations; greedy equality is promised for float32."
     )
-    seed: int = Field(default=0, ge=0, description="The seed of every random weight.")
+    seed: int = Field(default=0, ge=0, description="The seed of every random weight, and of sampling.")
+    temperature: float = Field(
+        default=0.0,
+        ge=0.0,
+        description="Above 0, tokens are drawn and drafts are verified by rejection sampling; 0 decodes greedily.",
+    )
+    prompt_style: Literal["plain", "chat"] = Field(
+        default="plain", description="chat puts each text into the tokenizer's chat template, as a user's first turn."
+    )
     prompts: list[str | list[int]] = Field(
         default_factory=list, description="What to decode: texts, or lists of token ids."
     )

@@ -54,6 +54,7 @@ class ModelFactory(ABC):
         speculative_config: `SpeculativeConfig` as a mapping, or None to decode without speculation.
         speculative_model_kwargs: Fields of the drafter's config.
         seed: Of random weights.
+        temperature: Of sampling; 0 decodes greedily.
         dtype: Of weights and activations.
     """
 
@@ -65,6 +66,7 @@ class ModelFactory(ABC):
         speculative_config: Mapping[str, Any] | None = None,
         speculative_model_kwargs: Mapping[str, Any] | None = None,
         seed: int = 0,
+        temperature: float = 0.0,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.model = model
@@ -72,6 +74,7 @@ class ModelFactory(ABC):
         self.speculative_config = dict(speculative_config or {})
         self.speculative_model_kwargs = dict(speculative_model_kwargs or {})
         self.seed = seed
+        self.temperature = temperature
         self.dtype = dtype
 
     @classmethod
@@ -84,6 +87,7 @@ class ModelFactory(ABC):
             speculative_config=None if speculative is None else speculative.model_dump(),
             speculative_model_kwargs=config.speculative_model_kwargs,
             seed=config.seed,
+            temperature=config.temperature,
             dtype=config.torch_dtype,
         )
 
@@ -220,7 +224,7 @@ class CausalLMFactory(ModelFactory):
         target = self.build_target()
         if self.drafter_family is None:
             return target
-        config = EagleWrapperConfig(max_draft_len=self.speculative_config["max_draft_len"])
+        config = EagleWrapperConfig(self.speculative_config["max_draft_len"], self.temperature)
         return EagleWrapper(config, target, self.build_drafter(target)).eval()
 
     def build_target(self) -> PreTrainedModel:

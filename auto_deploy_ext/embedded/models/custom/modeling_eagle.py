@@ -27,8 +27,12 @@ from transformers.utils import ModelOutput
 
 from ....active_args import wrapped_graph
 from ...shim.interface import CachedSequenceInterface, HybridCacheManager
+from .rejection_sampling import draw, in_target_vocabulary, probabilities, verify
 
 HIDDEN_STATES_PREFIX = "hidden_states_cache_"
+
+DRAFT_DISTRIBUTIONS = "draft_distributions"
+"""The resource ``[slots, K, draft vocab]``: what each draft was drawn from. It is there at a temperature above 0."""
 
 
 @dataclass
@@ -37,12 +41,16 @@ class EagleWrapperConfig:
 
     Attributes:
         max_draft_len: number of tokens drafted per step, at least 1.
+        temperature: of sampling; 0 decodes greedily.
     """
 
     max_draft_len: int
+    temperature: float = 0.0
 
     def __post_init__(self) -> None:
-        """Reject a draft length that drafts nothing."""
+        """Reject a draft length that drafts nothing and a negative temperature."""
+        if self.temperature < 0:
+            raise ValueError(f"temperature must not be negative, got {self.temperature}")
         if self.max_draft_len < 1:
             raise ValueError(f"max_draft_len must be at least 1, got {self.max_draft_len}")
 
@@ -104,6 +112,7 @@ class EagleWrapper(nn.Module):
         super().__init__()
         self.config = config
         self.max_draft_len = config.max_draft_len
+        self.temperature = config.temperature
         self.target_model = target_model
         self.draft_model = draft_model
 
@@ -148,15 +157,41 @@ class EagleWrapper(nn.Module):
 
     def sample_target(self, logits: torch.Tensor) -> torch.Tensor:
         """What the target says: ``[m, vocab]`` logits of `forward_target` to int32 ``[m]``."""
+        if self.temperature > 0:
+            return draw(probabilities(logits, self.temperature))
         return self.sample(logits)
+
+    def verify_drafts(self, csi: CachedSequenceInterface, logits: torch.Tensor) -> torch.Tensor:
+        """What the target says where drafts are verified by rejection sampling, shapes as of `sample_target`."""
+        num_prefill, num_extend, _ = csi.info.batch_info.get_num_sequences()
+        num_prefill_tokens, _, _ = csi.info.batch_info.get_num_tokens()
+        if num_extend == 0:
+            return self.sample_target(logits)
+        target = probabilities(logits[num_prefill:], self.temperature)
+        slots = csi.get_arg("slot_idx")[num_prefill : num_prefill + num_extend].to(torch.int64)
+        d2t = getattr(self.draft_model, "d2t", None)
+        draft = in_target_vocabulary(csi.get_arg(DRAFT_DISTRIBUTIONS)[slots], d2t, logits.shape[-1])
+        row_len = 1 + self.max_draft_len
+        input_ids = csi.info.flatten(csi.get_arg("input_ids"))
+        drafted = input_ids[num_prefill_tokens:].view(num_extend, row_len)[:, 1:]
+        verified = verify(target.view(num_extend, row_len, -1), draft, drafted).flatten()
+        return torch.cat([self.sample_target(logits[:num_prefill]), verified]) if num_prefill > 0 else verified
 
     def sample_draft(self, norm_hidden_state: torch.Tensor) -> torch.Tensor:
         """Greedy draft in the target's vocabulary: ``[n, hidden]`` to int32 ``[n]``."""
-        tokens = self.sample(self.draft_logits(norm_hidden_state))
+        return self.target_tokens(self.sample(self.draft_logits(norm_hidden_state)))
+
+    def draw_draft(self, csi: CachedSequenceInterface, norm_hidden_state: torch.Tensor, draft_idx: int) -> torch.Tensor:
+        """Draw a draft, and leave what it was drawn from to `verify_drafts`: ``[n, hidden]`` to int32 ``[n]``."""
+        probs = probabilities(self.draft_logits(norm_hidden_state), self.temperature)
+        slots = csi.get_arg("slot_idx")[: probs.shape[0]].to(torch.int64)
+        csi.get_arg(DRAFT_DISTRIBUTIONS)[slots, draft_idx] = probs
+        return self.target_tokens(draw(probs))
+
+    def target_tokens(self, draft_tokens: torch.Tensor) -> torch.Tensor:
+        """Draft tokens, int32, in the target's vocabulary."""
         d2t = getattr(self.draft_model, "d2t", None)
-        if d2t is not None:
-            tokens = tokens + d2t[tokens].to(torch.int32)
-        return tokens
+        return draft_tokens if d2t is None else draft_tokens + d2t[draft_tokens].to(torch.int32)
 
     # ---------------------------------------------------------------- without an interface
 
@@ -226,7 +261,8 @@ class EagleWrapper(nn.Module):
             assert num_extend_tokens // num_extend == 1 + max_draft_len, "an extend row is one token and its drafts"
 
         # Verify.
-        sampled = self.sample_target(self.forward_target(csi))
+        logits = self.forward_target(csi)
+        sampled = self.verify_drafts(csi, logits) if self.temperature > 0 else self.sample_target(logits)
         device = sampled.device
         input_ids = info.flatten(csi.get_arg("input_ids"))
         hidden_states = self.captured_hidden_states(csi, num_tokens)
@@ -275,7 +311,10 @@ class EagleWrapper(nn.Module):
             )
             norm_hidden_state = info.maybe_gather_and_squeeze(norm_hidden_state).flatten(0, -2)
             hidden_states = info.maybe_gather_and_squeeze(last_hidden_state).flatten(0, -2)
-            draft_tokens = self.sample_draft(norm_hidden_state)
+            if self.temperature > 0:
+                draft_tokens = self.draw_draft(csi, norm_hidden_state, draft_idx)
+            else:
+                draft_tokens = self.sample_draft(norm_hidden_state)
             next_draft_tokens[:, draft_idx] = draft_tokens
 
             if draft_idx == 1:

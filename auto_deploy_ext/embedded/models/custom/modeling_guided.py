@@ -53,7 +53,13 @@ class GuidedEagleWrapper(EagleWrapper):
 
     @classmethod
     def from_wrapper(cls, wrapper: EagleWrapper) -> GuidedEagleWrapper:
-        """Turn a wrapper into a guided one that shares its submodules, attributes and meta."""
+        """Turn a wrapper into a guided one that shares its submodules, attributes and meta.
+
+        Raises:
+            ValueError: The wrapper draws its tokens; under a grammar they are decoded greedily.
+        """
+        if wrapper.temperature > 0:
+            raise ValueError(f"guided decoding is greedy: set temperature: 0, not {wrapper.temperature}")
         result = cls.__new__(cls)
         nn.Module.__init__(result)
         result.__dict__.update({name: value for name, value in wrapper.__dict__.items() if name != "_modules"})
