@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from . import report
+from .bench import command as bench
 from .embedded.training.arguments import add_arguments as add_training_arguments
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ examples:
   auto-deploy-ext run --prompt "once upon" --max-new-tokens 64
   auto-deploy-ext explain --config ./mine.yaml --dot plan.dot
   auto-deploy-ext check --config eagle3_llama_paged          is any mirror read while it is stale?
+  auto-deploy-ext bench --quick                              what a draft step costs under each mirror policy
 
 A config is a name that comes with the package or a YAML file, merged over configs/embedded/default.yaml.
 Exit codes: 0 all well, 1 the tokens differ from greedy decoding (run) or a stale mirror is read (check), 2 something
@@ -116,6 +118,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add_training_arguments(train)
     train.set_defaults(function=train_draft_command)
+    bench.add_parser(commands)
     return parser
 
 
@@ -157,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("auto_deploy_ext").setLevel(logging.INFO if arguments.verbose else logging.WARNING)
     try:
         return arguments.function(arguments)
-    except (UsageError, ConfigError, RequestTooLargeError, HostError, OSError) as error:
+    except (UsageError, ConfigError, RequestTooLargeError, HostError, bench.BenchError, OSError) as error:
         if arguments.verbose:
             raise
         print(f"auto-deploy-ext {arguments.command}: {error}", file=sys.stderr)

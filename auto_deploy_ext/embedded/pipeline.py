@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from .config import ConfigError, EmbeddedConfig
+from .models import random_weights  # noqa: F401  (registers its factory)
 from .models.factory import ModelFactory, ModelFactoryRegistry
 from .shim.interface import CachedSequenceInterface
 from .transform.optimizer import InferenceOptimizer

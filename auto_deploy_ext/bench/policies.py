@@ -1,0 +1,90 @@
+"""One rewritten orchestrator per policy, all over the same consumers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from .. import kernels
+from ..events import Kind, Setting
+from ..fusion import fuse_graphs
+from ..orchestrator import Dispatcher, OrchestratorGraph, find_interface_arg, own_forward, trace_orchestrator
+from ..orchestrator.example_batches import set_batch
+from ..orchestrator.interface_state import preserved
+from ..orchestrator.rebound import unbound_original
+from ..program import collect
+from ..rewrite import apply_edits
+from ..scoping import ScopeOptions, scope_graphs
+from ..strategies import STRATEGIES, Analysis, Edits, HostTraits
+from .cells import Variant
+from .pipelines import BenchPipeline
+
+
+def reason_not_to_fuse(device: torch.device) -> str | None:
+    """Why `fuse_metadata_mutations` cannot be applied on a device; None: it can."""
+    if device.type == "cuda" and not kernels.has_triton():
+        return "Triton is not installed (pip install 'auto_deploy_ext[gpu]')"
+    return None
+
+
+def make_forwards(pipeline: BenchPipeline, variants: Iterable[Variant]) -> dict[Variant, Dispatcher]:
+    """What to bind as the wrapper's forward for each variant; the extend-only batch is traced once.
+
+    Args:
+        pipeline: before or after its compilation; the wrapper itself is left as it is.
+        variants: policy and fusion.
+    """
+    wrapper, cm = pipeline.wrapper, pipeline.cm
+    with preserved(cm):
+        set_batch(cm, "extend", pipeline.backend.k)
+        traced = trace_orchestrator(wrapper, cm, variant="extend")
+    assert isinstance(traced, OrchestratorGraph)
+    parameter = find_interface_arg(own_forward(wrapper))
+    original = unbound_original(wrapper)
+    forwards: dict[Variant, Dispatcher] = {}
+    for variant in variants:
+        graph = copy.deepcopy(traced)
+        _APPLY.get(variant.policy, _strategy)(graph, cm, variant.policy)
+        if variant.fused:
+            fuse_graphs([graph], cm)
+        forwards[variant] = Dispatcher(wrapper, parameter, {graph.variant: graph}, max_variants=1, original=original)
+    return forwards
+
+
+def _strategy(graph: OrchestratorGraph, cm: Any, policy: str) -> None:
+    scope_graphs({graph.variant: graph}, cm, ScopeOptions(strategy=policy))
+
+
+def _none(graph: OrchestratorGraph, cm: Any, policy: str) -> None:
+    """Narrow every mutation to nothing, and repair nothing."""
+    _override_all(graph, cm, ())
+
+
+def _full(graph: OrchestratorGraph, cm: Any, policy: str) -> None:
+    """Leave every mutation un-narrowed."""
+    _override_all(graph, cm, None)
+
+
+def _override_all(graph: OrchestratorGraph, cm: Any, names: tuple[str, ...] | None) -> None:
+    program = collect(graph, Setting.of(cm))
+    narrowable = [
+        event.node
+        for event in program.flat
+        if event.kind is Kind.MUTATION and event.spec is not None and event.spec.takes_override
+    ]
+    apply_edits([program], Edits(overrides={node: names for node in narrowable if node is not None}))
+
+
+def _scoped(graph: OrchestratorGraph, cm: Any, policy: str) -> None:
+    """Strategy `override` as on a host that copies its whole buffer for the sake of any name that it is given."""
+    program = collect(graph, Setting.of(cm))
+    edits = STRATEGIES["override"]([Analysis.of(program, traits=HostTraits(narrowed_moves_whole=True))])
+    # The embedded host moves exactly what a narrowed call names, and everything for one that is not narrowed.
+    edits.overrides = {node: None if names else () for node, names in edits.overrides.items()}
+    apply_edits([program], edits)
+
+
+_APPLY = {"none": _none, "full": _full, "scoped": _scoped}

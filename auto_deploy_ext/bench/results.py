@@ -1,0 +1,301 @@
+"""The benchmark's JSON file: what it holds, how files of partial runs are merged, and which targets are met."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .cells import BenchError
+from .session import Findings, LeftOut, Measured
+
+BENCHMARK = "eagle_step"
+
+#: what a cell in the JSON has, and nothing else.
+CELL_FIELDS = (
+    "attn_backend",
+    "compile_backend",
+    "k",
+    "batch",
+    "policy",
+    "fused",
+    "step_us",
+    "ratio_to_limit",
+    "transfers",
+    "bytes",
+    "host_waits",
+    "run_ahead",
+)
+#: by which cells are told apart, and cells of the same run belong together.
+CELL_KEY = CELL_FIELDS[:6]
+GROUP_KEY = CELL_FIELDS[:4]
+
+_PACKAGES = ("auto_deploy_ext", "torch", "transformers", "triton", "flashinfer-python")
+
+
+class MergeError(BenchError):
+    """Files that do not belong to one benchmark."""
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of the software; None for what is not there."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    found["torch"] = torch.__version__
+    found["cuda"] = torch.version.cuda
+    return found
+
+
+def describe_device(device: torch.device) -> dict[str, Any]:
+    """What was measured on; `is_gpu` false means that the numbers say nothing about a GPU."""
+    if device.type != "cuda":
+        return {"type": device.type, "name": platform.processor() or platform.machine(), "is_gpu": False}
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "type": "cuda",
+        "name": properties.name,
+        "is_gpu": True,
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+        "multiprocessors": properties.multi_processor_count,
+        "driver": _driver_version(),
+    }
+
+
+def _driver_version() -> str | None:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return next(iter(done.stdout.split()), None)
+
+
+def make_result(findings: Findings, about: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON's content.
+
+    Args:
+        findings: of a session.
+        about: what else is to be known: config, device, versions, settings.
+    """
+    result: dict[str, Any] = {
+        "benchmark": BENCHMARK,
+        **about,
+        "cells": [_cell(measured) for measured in findings.cells],
+        "details": [_details(measured) for measured in findings.cells],
+        "scale": [
+            {**_cell(measured), "context": measured.group.context, **_extra(measured)} for measured in findings.scale
+        ],
+        "launches": [
+            {
+                "attn_backend": group.backend.attention,
+                "compile_backend": group.backend.compiled,
+                "k": group.backend.k,
+                "batch": group.batch,
+                "policy": variant.policy,
+                "fused": variant.fused,
+                **asdict(launches),
+            }
+            for group, variant, launches in findings.launches
+        ],
+        "left_out": [asdict(left_out) for left_out in findings.left_out],
+    }
+    result["targets"] = [asdict(target) for target in targets(result)]
+    return result
+
+
+def _key(measured: Measured) -> dict[str, Any]:
+    group, variant = measured.group, measured.variant
+    return {
+        "attn_backend": group.backend.attention,
+        "compile_backend": group.backend.compiled,
+        "k": group.backend.k,
+        "batch": group.batch,
+        "policy": variant.policy,
+        "fused": variant.fused,
+    }
+
+
+def _cell(measured: Measured) -> dict[str, Any]:
+    return {
+        **_key(measured),
+        "step_us": round(measured.step_us, 2),
+        "ratio_to_limit": round(measured.ratio, 4),
+        "transfers": _number(measured.traffic.transfers),
+        "bytes": _number(measured.traffic.bytes),
+        "host_waits": _number(measured.traffic.waits),
+        "run_ahead": None if measured.run_ahead is None else round(measured.run_ahead, 4),
+    }
+
+
+def _details(measured: Measured) -> dict[str, Any]:
+    return {**_key(measured), "context": measured.group.context, **_extra(measured)}
+
+
+def _extra(measured: Measured) -> dict[str, Any]:
+    return {
+        "host_us": round(measured.host_us, 2),
+        "paired_ratio": round(measured.paired_ratio, 4),
+        "spread": round(measured.spread, 4),
+        "repetitions": len(measured.blocks),
+        "steps_per_repetition": measured.steps,
+        "repetition_step_us": [round(block.step_us, 1) for block in measured.blocks],
+    }
+
+
+def _number(value: float) -> int | float:
+    return int(value) if value == int(value) else round(value, 2)
+
+
+# ---------------------------------------------------------------- merging
+
+
+def load_result(path: Path) -> dict[str, Any]:
+    """Read a file that the benchmark has written.
+
+    Raises:
+        MergeError: it is none.
+    """
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise MergeError(f"{path} is no JSON file: {error}") from error
+    if not isinstance(result, dict) or result.get("benchmark") != BENCHMARK:
+        raise MergeError(f"{path} was not written by auto-deploy-ext bench")
+    return result
+
+
+def merge_results(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One result out of partial ones; where two have measured the same group, the later one counts.
+
+    Raises:
+        MergeError: they were measured with different configs, on different devices or with different software.
+    """
+    first = results[0]
+    for result in results[1:]:
+        for what in ("config", "device", "versions"):
+            if result[what] != first[what]:
+                raise MergeError(
+                    f"the files differ in {what}: {first[what]} and {result[what]}; measure all parts alike"
+                )
+    merged = dict(first)
+    merged["settings"] = [entry for result in results for entry in _as_list(result["settings"])]
+    for part in ("cells", "details"):
+        merged[part] = _later_groups(results, part, GROUP_KEY)
+    merged["scale"] = _later_groups(results, "scale", (*GROUP_KEY, "context"))
+    merged["launches"] = _later_groups(results, "launches", GROUP_KEY)
+    merged["left_out"] = [entry for result in results for entry in result["left_out"]]
+    merged["targets"] = [asdict(target) for target in targets(merged)]
+    return merged
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _later_groups(results: Sequence[Mapping[str, Any]], part: str, key: Sequence[str]) -> list[dict[str, Any]]:
+    """The entries of all results; of a group that several have, only the last one's, because ratios belong together."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for result in results:
+        own: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+        for entry in result[part]:
+            own.setdefault(tuple(entry[name] for name in key), []).append(entry)
+        groups |= own
+    return [entry for entries in groups.values() for entry in entries]
+
+
+# ---------------------------------------------------------------- targets
+
+
+@dataclass(frozen=True)
+class Target:
+    """Something that the benchmark is to show on a GPU.
+
+    Attributes:
+        name: what.
+        wanted: the bound, as text.
+        measured: the worst cell's value.
+        where: that cell.
+        met: whether it keeps to the bound.
+    """
+
+    name: str
+    wanted: str
+    measured: float
+    where: str
+    met: bool
+
+
+def targets(result: Mapping[str, Any]) -> list[Target]:
+    """What the cells say about each target; none that has no cells, and none at all without a GPU."""
+    if not result["device"]["is_gpu"]:
+        return []
+    cells = {tuple(cell[name] for name in CELL_KEY): cell for cell in result["cells"]}
+    auto = [cell for cell in cells.values() if cell["policy"] == "auto" and cell["fused"]]
+    graphs = [cell for cell in auto if cell["compile_backend"] == "torch-cudagraph"]
+    simple = [cell for cell in auto if cell["compile_backend"] == "torch-simple"]
+    found = [
+        _worst("auto / limit with CUDA graphs", graphs, lambda cell: cell["ratio_to_limit"], most=1.02),
+        _worst("auto / limit with torch-simple", simple, lambda cell: cell["ratio_to_limit"], most=1.05),
+        _worst("run-ahead with CUDA graphs", graphs, lambda cell: cell["run_ahead"], least=0.95),
+    ]
+    planned = [c for c in graphs if (c["attn_backend"], c["k"], c["batch"]) == ("flashinfer", 6, 8)]
+    ratios = {id(c): _ratio(cells, c, policy="scoped") for c in planned}
+    found.append(
+        _worst("scoped / auto where the draft reads mirrors", planned, lambda cell: ratios[id(cell)], least=1.10)
+    )
+    ones = [cell for cell in simple if cell["batch"] == 1]
+    unfused = {id(c): _ratio(cells, c, fused=False) for c in ones}
+    found.append(
+        _worst("unfused / fused with torch-simple at batch 1", ones, lambda cell: unfused[id(cell)], least=1.0)
+    )
+    found.append(_launch_target(result["launches"]))
+    return [target for target in found if target is not None]
+
+
+def _ratio(cells: Mapping[tuple[Any, ...], Any], cell: Mapping[str, Any], **other: Any) -> float | None:
+    """The step of a cell that differs from `cell` in some fields, over the step of `cell`."""
+    beside = cells.get(tuple({**cell, **other}[name] for name in CELL_KEY))
+    return None if beside is None else beside["step_us"] / cell["step_us"]
+
+
+def _worst(
+    name: str, cells: Iterable[Mapping[str, Any]], value: Any, most: float | None = None, least: float | None = None
+) -> Target | None:
+    known = [(value(cell), cell) for cell in cells if value(cell) is not None]
+    if not known:
+        return None
+    pick = max if most is not None else min
+    worst, cell = pick(known, key=lambda pair: pair[0])
+    met = worst <= most if most is not None else worst >= (least or 0.0)
+    bound = f"<= {most}" if most is not None else f">= {least}"
+    where = " ".join(str(cell[field]) for field in GROUP_KEY[:2]) + f" K={cell['k']} batch={cell['batch']}"
+    return Target(name, bound, round(worst, 4), where, met)
+
+
+def _launch_target(launches: Sequence[Mapping[str, Any]]) -> Target | None:
+    """Fused and unfused launches of the same policy and pipeline."""
+    by_key = {tuple(entry[name] for name in CELL_KEY): entry["per_draft_step"] for entry in launches}
+    ratios = [
+        {**entry, "ratio": by_key[key] / entry["per_draft_step"]}
+        for entry in launches
+        if entry["fused"] and entry["per_draft_step"]
+        for key in [tuple({**entry, "fused": False}[name] for name in CELL_KEY)]
+        if by_key.get(key)
+    ]
+    return _worst(
+        "launches of a draft step outside the models, unfused / fused", ratios, lambda e: e["ratio"], least=3.0
+    )
+
+
+__all__ = ["LeftOut", "MergeError", "Target", "load_result", "make_result", "merge_results", "targets", "versions"]

@@ -1,0 +1,378 @@
+"""`auto-deploy-ext bench`: what is measured, what each policy brings to the host, files, and the time budget."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from itertools import count, pairwise
+
+import pytest
+import torch
+
+from auto_deploy_ext.bench.batches import RING, longest_sequence, make_ring
+from auto_deploy_ext.bench.cells import POLICIES, Backend, Group, Variant, groups_of, rotated, variants_of
+from auto_deploy_ext.bench.launches import launches_in
+from auto_deploy_ext.bench.measure import Block, Steps, Traffic
+from auto_deploy_ext.bench.pipelines import Limits, ModelSource
+from auto_deploy_ext.bench.plot import write_plot
+from auto_deploy_ext.bench.policies import make_forwards
+from auto_deploy_ext.bench.results import CELL_FIELDS, MergeError, merge_results, targets
+from auto_deploy_ext.bench.session import Effort, Measured, Session
+from auto_deploy_ext.cli import EXIT_OK, EXIT_USAGE, main
+from auto_deploy_ext.embedded.config import load_config
+from auto_deploy_ext.embedded.models.random_weights import RandomCausalLMFactory
+from auto_deploy_ext.orchestrator import original_forward
+
+K, ROWS, CONTEXT = 3, 2, 30
+BACKEND = Backend("torch_paged", "torch-simple", K)
+
+
+@pytest.fixture(scope="module")
+def source() -> ModelSource:
+    """The tiny model, which is exported once."""
+    return ModelSource("bench_tiny")
+
+
+@pytest.fixture(scope="module")
+def steps(source) -> Steps:
+    """Steps of a pipeline with all policies, fused and not."""
+    pipeline = source.build(BACKEND, Limits(ROWS, 128), [ROWS])
+    forwards = make_forwards(pipeline, variants_of(POLICIES, [True, False]))
+    pipeline.compile()
+    return Steps(pipeline, forwards, make_ring(pipeline.cm, ROWS, K, CONTEXT))
+
+
+# ---------------------------------------------------------------- what is measured
+
+
+def test_important_groups_come_first_and_pipelines_stay_together():
+    groups = groups_of(["triton", "flashinfer"], ["torch-simple", "torch-cudagraph"], [3, 6], [1, 64, 8], 1024)
+    assert [str(group) for group in groups[:4]] == [
+        "flashinfer torch-cudagraph K=6 batch=8",
+        "flashinfer torch-cudagraph K=6 batch=1",
+        "flashinfer torch-cudagraph K=6 batch=64",
+        "triton torch-cudagraph K=6 batch=8",
+    ]
+    assert len(groups) == len(set(groups)) == 24
+    backends = [group.backend for group in groups]
+    assert [backend for i, backend in enumerate(backends) if i == 0 or backends[i - 1] != backend] == list(
+        dict.fromkeys(backends)
+    )
+
+
+def test_the_limit_is_measured_whatever_is_asked_for():
+    assert variants_of(["scoped"], [True, False]) == [
+        Variant("none", True),
+        Variant("scoped", True),
+        Variant("none", False),
+        Variant("scoped", False),
+    ]
+
+
+def test_each_variant_has_each_place_in_the_order_equally_often():
+    variants = variants_of(POLICIES, [True])
+    places = [rotated(variants, repetition).index(variants[0]) for repetition in range(2 * len(variants))]
+    assert all(set(rotated(variants, repetition)) == set(variants) for repetition in range(len(variants)))
+    assert Counter(places) == dict.fromkeys(range(len(variants)), 2)
+
+
+def test_batches_move_on_and_own_their_pages(steps):
+    cm = steps.pipeline.cm
+    size = cm.info.tokens_per_block
+    starts = [batch["input_pos"] for batch in steps.ring]
+    assert len(starts) == RING
+    assert [later[0] - earlier[0] for earlier, later in pairwise(starts)] == [1 + K // 2] * 3
+    for batch in steps.ring:
+        pages = [*batch["cache_loc_per_pool"][0], *batch["extra_page_per_seq_per_pool"][0]]
+        assert len(set(pages)) == len(pages)
+        counts = torch.tensor(batch["cu_num_pages_per_pool"][0]).diff().tolist()
+        assert counts == [math.ceil((start + 1 + K) / size) for start in batch["input_pos"]]
+        assert max(start + 2 * (K + 1) for start in batch["input_pos"]) <= longest_sequence(CONTEXT, K)
+
+
+def test_a_batch_that_does_not_fit_is_refused(steps):
+    with pytest.raises(ValueError, match="max_batch_size 2"):
+        make_ring(steps.pipeline.cm, ROWS + 1, K, CONTEXT)
+    with pytest.raises(ValueError, match="max_seq_len 128"):
+        make_ring(steps.pipeline.cm, ROWS, K, 127)
+
+
+# ---------------------------------------------------------------- policies
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy != "none"])
+def test_every_policy_drafts_what_the_wrapper_as_it_is_written_drafts(steps, policy, fused):
+    wrapper, cm = steps.pipeline.wrapper, steps.pipeline.cm
+    for index, batch in enumerate(steps.ring):
+        caches = {name: cache.clone() for name, cache in cm.kv_cache_manager.resources.items()}
+        cm.info.nest_sequences(**batch)
+        with original_forward(wrapper), torch.no_grad():
+            expected = wrapper(cm).next_new_tokens.clone()
+        for name, cache in cm.kv_cache_manager.resources.items():
+            cache.copy_(caches[name])
+        cm.info.nest_sequences(**batch)
+        with steps.using(Variant(policy, fused)), torch.no_grad():
+            assert torch.equal(wrapper(cm).next_new_tokens, expected), f"batch {index} of the ring"
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_what_a_step_brings_to_the_host(steps, fused):
+    traffic = {policy: steps.traffic(Variant(policy, fused)) for policy in POLICIES}
+    assert traffic["none"] == Traffic(0, 0, 0)
+    # The first offset alone is not known to the host: it travels, once.
+    assert traffic["auto"] == Traffic(1, 4 * ROWS, 0)
+    assert traffic["replay"] == traffic["auto"]
+    # One transfer for each consumer that finds something stale: the second draft and all after it.
+    assert (traffic["copy"].transfers, traffic["copy"].waits) == (K - 1, K - 1)
+    # The switch and every offset write mirrors that the next draft reads.
+    whole = K
+    assert (traffic["scoped"].transfers, traffic["scoped"].waits) == (whole, whole)
+    assert traffic["full"] == traffic["scoped"]
+    packed = sum(t.nbytes for t in steps.pipeline.cm.info._input_buffer._device_regions.values())
+    assert whole * 1000 < traffic["scoped"].bytes < whole * packed
+
+
+def test_without_a_reader_a_scoped_call_brings_nothing(source):
+    pipeline = source.build(Backend("torch", "torch-simple", K), Limits(ROWS, 128), [ROWS])
+    forwards = make_forwards(pipeline, variants_of(["auto", "scoped", "full"], [True]))
+    pipeline.compile()
+    steps = Steps(pipeline, forwards, make_ring(pipeline.cm, ROWS, K, CONTEXT))
+    assert {v.policy: steps.traffic(v).transfers for v in forwards} == dict.fromkeys(
+        ("none", "auto", "scoped", "full"), 0
+    )
+
+
+def test_the_wrappers_forward_is_put_back(steps):
+    before = steps.pipeline.wrapper.__dict__.get("forward")
+    with steps.using(Variant("auto", False)):
+        assert steps.pipeline.wrapper.forward is steps.forwards[Variant("auto", False)]
+    assert steps.pipeline.wrapper.__dict__.get("forward") is before
+
+
+def test_pipelines_share_the_weights_and_nothing_else(source, steps):
+    base, wrapper = source.base(), steps.pipeline.wrapper
+    assert wrapper.target_model is not base.target_model
+    assert {id(p) for p in wrapper.parameters()} == {id(p) for p in base.parameters()}
+    assert not base.target_model.graph.find_nodes(op="placeholder", sort=False)[-1].target.startswith("kv_cache")
+
+
+# ---------------------------------------------------------------- random weights
+
+
+def test_random_weights_are_drawn_again_the_same():
+    config = load_config("bench_tiny")
+    states = []
+    for _ in range(2):
+        factory = RandomCausalLMFactory.from_config(config)
+        model = factory.build_model()
+        assert factory.load_or_random_init(model, torch.device("cpu")) == 0
+        states.append(model.state_dict())
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    weight = states[0]["target_model.model.layers.0.mlp.up_proj.weight"]
+    assert weight.std().item() == pytest.approx(32**-0.5, rel=0.1)
+    assert torch.equal(states[0]["draft_model.norm.weight"], torch.ones(32))
+
+
+def test_random_weights_refuse_a_checkpoint(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    factory = RandomCausalLMFactory(str(tmp_path))
+    with pytest.raises(ValueError, match="leave out model"):
+        factory.build_model()
+
+
+# ---------------------------------------------------------------- launches
+
+
+def span(name: str, ts: float, dur: float, cat: str = "user_annotation") -> dict:
+    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "tid": 1}
+
+
+def test_launches_between_drafts_are_counted_without_those_of_the_models():
+    events = [
+        span("bench:target_model", 0, 5),
+        span("cudaGraphLaunch", 1, 1, "cuda_runtime"),
+        span("cudaLaunchKernel", 6, 1, "cuda_runtime"),  # before any draft
+        *(span("bench:draft_model", start, 5) for start in (10, 30, 50)),
+        span("cudaLaunchKernel", 12, 1, "cuda_runtime"),  # inside a draft
+        span("bench:draft_model.lm_head", 16, 3),
+        span("cudaLaunchKernelExC", 17, 1, "cuda_runtime"),  # the head's
+        span("cudaLaunchKernel", 20, 1, "cuda_runtime"),
+        span("cuLaunchKernelEx", 21, 1, "cuda_driver"),
+        span("cudaMemcpyAsync", 22, 1, "cuda_runtime"),
+        span("cudaLaunchKernel", 40, 1, "cuda_runtime"),
+        span("void some_kernel()", 41, 1, "kernel"),
+        span("cudaLaunchKernel", 60, 1, "cuda_runtime"),  # after the last draft
+        {"ph": "M", "name": "process_name", "ts": 0},
+    ]
+    launches = launches_in(events, on_gpu=True)
+    assert launches.what == "kernels"
+    assert launches.per_draft_step == (2 + 1) / 2
+    assert launches.copies_per_draft_step == 1 / 2
+    assert launches.outside_models == 5
+    assert launches.total == 8
+
+
+def test_without_a_gpu_the_outermost_operators_are_counted():
+    events = [
+        span("bench:draft_model", 0, 5),
+        span("aten::linear", 1, 3, "cpu_op"),
+        span("aten::to", 10, 5, "cpu_op"),
+        span("aten::copy_", 11, 2, "cpu_op"),
+        span("aten::add", 16, 1, "cpu_op"),
+        span("bench:draft_model", 20, 5),
+    ]
+    launches = launches_in(events, on_gpu=False)
+    assert (launches.what, launches.per_draft_step, launches.total) == ("operators", 2, 3)
+
+
+# ---------------------------------------------------------------- the time budget
+
+
+def test_what_the_time_does_not_suffice_for_is_left_out_and_reported(source):
+    ticks = count()  # a second for each look at the clock
+    effort = Effort(seconds=15.0, repetitions=50, block_seconds=0.0)
+    session = Session(source, effort, clock=lambda: float(next(ticks)))
+    groups = [Group(BACKEND, batch, CONTEXT) for batch in (1, 2, 4)]
+    session.measure_cells(groups, [Variant("none", True), Variant("auto", True)])
+    measured = {measured.group.batch for measured in session.findings.cells}
+    assert measured and measured != {1, 2, 4}
+    assert all(3 <= len(cell.blocks) < 50 for cell in session.findings.cells)
+    left_out = " ".join(entry.what for entry in session.findings.left_out)
+    assert all(f"batch={batch}" in left_out for batch in {1, 2, 4} - measured)
+
+
+def test_a_pipeline_that_cannot_be_built_does_not_stop_the_others(source, caplog):
+    session = Session(source, Effort(seconds=60.0, repetitions=3, block_seconds=0.0))
+    groups = [Group(Backend("flashinfre", "torch-simple", K), 1, CONTEXT), Group(BACKEND, 1, CONTEXT)]
+    session.measure_cells(groups, [Variant("none", True)])
+    assert [cell.group.backend for cell in session.findings.cells] == [BACKEND]
+    (entry,) = session.findings.left_out
+    assert entry.what == "flashinfre torch-simple K=3"
+    assert "flashinfer" in entry.why
+
+
+# ---------------------------------------------------------------- results
+
+
+def measured(policy: str, fused: bool, step_us: float, limit_us: float, batch: int = 8, ahead: float = 1.0) -> Measured:
+    group = Group(Backend("flashinfer", "torch-cudagraph", 6), batch, 1024)
+    ratio = step_us / limit_us
+    blocks = (Block(step_us, step_us),) * 3
+    return Measured(group, Variant(policy, fused), blocks, 4, ratio, ratio, Traffic(1, 32, 0.5), ahead)
+
+
+def result_of(*cells: Measured, launches: tuple = (), **about) -> dict:
+    from auto_deploy_ext.bench.results import make_result
+    from auto_deploy_ext.bench.session import Findings
+
+    fields = {"config": "c", "device": {"is_gpu": True, "name": "g"}, "versions": {"torch": "2"}, "settings": {"a": 1}}
+    return make_result(Findings(cells=list(cells), launches=list(launches)), fields | about)
+
+
+def test_targets_are_judged_by_the_worst_cell():
+    cells = [
+        measured("none", True, 1000, 1000),
+        measured("auto", True, 1010, 1000),
+        measured("scoped", True, 1200, 1000),
+        measured("none", True, 500, 500, batch=1),
+        measured("auto", True, 515, 500, batch=1, ahead=0.9),
+    ]
+    found = {target.name: target for target in targets(result_of(*cells))}
+    limit = found["auto / limit with CUDA graphs"]
+    assert (limit.measured, limit.where, limit.met) == (1.03, "flashinfer torch-cudagraph K=6 batch=1", False)
+    assert not found["run-ahead with CUDA graphs"].met
+    scoped = found["scoped / auto where the draft reads mirrors"]
+    assert scoped.measured == pytest.approx(1.188, abs=1e-3)
+    assert scoped.met
+    assert "auto / limit with torch-simple" not in found
+
+
+def test_nothing_is_claimed_of_a_gpu_without_one():
+    assert targets(result_of(measured("auto", True, 1, 1), device={"is_gpu": False, "name": "cpu"})) == []
+
+
+def test_merging_takes_the_later_file_for_a_group_that_both_have():
+    first = result_of(measured("none", True, 1000, 1000), measured("auto", True, 1100, 1000))
+    second = result_of(measured("none", True, 900, 900), measured("none", True, 500, 500, batch=1))
+    merged = merge_results([first, second])
+    assert [(cell["batch"], cell["policy"], cell["step_us"]) for cell in merged["cells"]] == [
+        (8, "none", 900),
+        (1, "none", 500),
+    ]
+    assert len(merged["details"]) == 2
+    assert merged["settings"] == [{"a": 1}, {"a": 1}]
+
+
+@pytest.mark.parametrize("what", ["config", "device", "versions"])
+def test_files_of_different_machines_or_software_are_not_merged(what):
+    other = result_of(**{what: {"is_gpu": True, "name": "other"}})
+    with pytest.raises(MergeError, match=f"differ in {what}"):
+        merge_results([result_of(), other])
+
+
+def test_a_plot_shows_all_parts(tmp_path):
+    result = result_of(measured("none", True, 1000, 1000), measured("auto", True, 1100, 1000))
+    result["scale"] = [
+        {**result["cells"][1], "batch": batch, "context": context} for batch in (1, 8) for context in (128, 1024)
+    ]
+    write_plot(result, tmp_path / "made" / "plot.png")
+    assert (tmp_path / "made" / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_the_command_measures_in_parts_that_merge(tmp_path, capsys):
+    common = ["bench", "--config", "bench_tiny", "--policies", "auto", "--fusion", "on"]
+    short = ["--repetitions", "3", "--block-ms", "0.01", "--context", "16"]
+    parts = [tmp_path / "cells.json", tmp_path / "launches.json"]
+    assert main([*common, *short, "--parts", "cells", "--batch", "2", "--json", str(parts[0])]) == EXIT_OK
+    assert "not a GPU" not in capsys.readouterr().err
+    assert main([*common, *short, "--parts", "launches", "--batch", "1", "--json", str(parts[1])]) == EXIT_OK
+    both = tmp_path / "both.json"
+    assert main(["bench", "--merge", *map(str, parts), "--json", str(both)]) == EXIT_OK
+    output = capsys.readouterr().out
+    assert "say nothing about a decode step on a GPU" in output
+    result = json.loads(both.read_text())
+    assert [tuple(cell) for cell in result["cells"]] == [CELL_FIELDS] * 2
+    limit, auto = result["cells"]
+    assert (limit["policy"], limit["ratio_to_limit"], limit["transfers"]) == ("none", 1.0, 0)
+    assert (auto["policy"], auto["transfers"], auto["bytes"], auto["host_waits"]) == ("auto", 1, 8, 0)
+    assert auto["ratio_to_limit"] == pytest.approx(auto["step_us"] / limit["step_us"], rel=1e-3)
+    assert auto["run_ahead"] is None
+    assert result["versions"]["torch"] == torch.__version__
+    assert result["device"]["is_gpu"] is False
+    assert [detail["repetitions"] for detail in result["details"]] == [3, 3]
+    (launches,) = result["launches"]
+    assert launches["what"] == "operators"
+    assert 0 < launches["per_draft_step"] < launches["outside_models"] < launches["total"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--repetitions", "2"], "a median needs at least 3"),
+        (["--k", "9"], "a page of 8 tokens"),
+        (["--attn", "torch_pagde"], "nothing could be measured"),
+        (["--config", "nowhere"], "no config of this name"),
+    ],
+)
+def test_wrong_usage_says_what_is_wrong(arguments, message, capsys):
+    given = ["bench", "--config", "bench_tiny", "--parts", "cells", *arguments]
+    assert main(given) == EXIT_USAGE
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_default_config_asks_for_a_gpu(capsys):
+    assert main(["bench"]) == EXIT_USAGE
+    assert "--config bench_tiny runs on the CPU" in capsys.readouterr().err
+
+
+def test_a_file_of_something_else_is_not_merged(tmp_path, capsys):
+    other = tmp_path / "other.json"
+    other.write_text('{"benchmark": "plan_scaling"}')
+    assert main(["bench", "--merge", str(other)]) == EXIT_USAGE
+    assert "was not written by auto-deploy-ext bench" in capsys.readouterr().err
