@@ -75,7 +75,7 @@ def make_batch(
     """
     lengths, num_prefill, num_extend = kinds
     num_heads, kv_heads, dim = heads
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     capacity = max_rows or len(lengths)
     totals = [a + b for a, b in zip(lengths, past, strict=True)]
     pages = [-(-total // page_size) for total in totals]
@@ -90,11 +90,11 @@ def make_batch(
         return padded.to(device)
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).to(device=device, dtype=dtype)
+        return torch.randn(*shape, generator=generator, device=device).to(dtype)
 
     num_pages = sum(pages) + spare
     entries = entries or sum(pages) + 1
-    table = torch.randperm(num_pages, generator=generator).repeat(-(-entries // num_pages))[:entries]
+    table = torch.randperm(num_pages, generator=generator, device=device).repeat(-(-entries // num_pages))[:entries]
     uniform = len(set(lengths)) == 1 and num_prefill == 0
     shape = (len(lengths), lengths[0]) if uniform else (1, sum(lengths))
     return PagedBatch(
@@ -107,7 +107,7 @@ def make_batch(
         cu_num_pages=ints([0, *accumulate(pages)], capacity + 1),
         last_page_len=ints([(total - 1) % page_size + 1 for total in totals], capacity),
         seq_len_with_cache=ints(totals, capacity),
-        cache_loc=table.to(device=device, dtype=torch.int32),
+        cache_loc=table.to(torch.int32),
         kv_cache=normal(num_pages, 2, kv_heads, page_size, dim),
     )
 

@@ -23,8 +23,8 @@ from .torch_attention import batch_counts
 KNOWN_VERSION = "0.6.4"
 """The FlashInfer whose wrappers' inner state is known here."""
 
-_INT_WORKSPACE_BYTES = 1 << 20
-"""FlashInfer's own 8 MiB are far more than a plan takes: some 20 bytes for each tile and token."""
+_INT_WORKSPACE_BYTES = 1 << 19
+"""FlashInfer's own 8 MiB are far more than a plan takes: some 20 bytes a tile, and 4 a token of rows that are split."""
 _LEAST_FLOAT_WORKSPACE_BYTES = 128 << 20
 _ALIGNMENT = 4  # elements; 16 bytes
 
@@ -104,9 +104,7 @@ class TableLayout(NamedTuple):
 class _Slot:
     """Host memory that the copies of one plan read from: a table, and FlashInfer's own workspace."""
 
-    def __init__(self, layout: TableLayout, pinned: bool) -> None:
-        table_bytes = 4 * layout.size
-        memory = torch.empty(table_bytes + _INT_WORKSPACE_BYTES, dtype=torch.uint8, pin_memory=pinned)
+    def __init__(self, memory: torch.Tensor, table_bytes: int) -> None:
         self.table = memory[:table_bytes].view(torch.int32)
         self.array: np.ndarray = self.table.numpy()
         self.workspace = memory[table_bytes:]
@@ -119,32 +117,37 @@ class SlotRing:
     Args:
         layout: of the tables.
         device: that is copied to; slots are pinned where it is a CUDA device.
+        first: slots that are made at the start, at once, because pinning memory takes long: a draft loop and more.
         limit: most slots.
 
     Attributes:
         waits: how often the host had to wait for the device.
     """
 
-    def __init__(self, layout: TableLayout, device: torch.device, limit: int = 64) -> None:
-        self._layout = layout
+    def __init__(self, layout: TableLayout, device: torch.device, first: int = 16, limit: int = 64) -> None:
+        self._table_bytes = 4 * layout.size
         self._on_cuda = device.type == "cuda"
         self._limit = limit
-        self._slots: list[_Slot] = []
+        self._slots = self._make(first)
         self._next = 0
         self.waits = 0
 
     def __len__(self) -> int:
         return len(self._slots)
 
+    def _make(self, count: int) -> list[_Slot]:
+        nbytes = self._table_bytes + _INT_WORKSPACE_BYTES
+        memory = torch.empty(count, nbytes, dtype=torch.uint8, pin_memory=self._on_cuda)
+        return [_Slot(piece, self._table_bytes) for piece in memory]
+
     def take(self) -> _Slot:
         """The oldest slot if it is free, else a new one."""
-        slot = self._slots[self._next] if self._slots else None
-        if slot is None or not (slot.copied is None or slot.copied.query()):
+        slot = self._slots[self._next]
+        if slot.copied is not None and not slot.copied.query():
             if len(self._slots) < self._limit:
-                slot = _Slot(self._layout, self._on_cuda)
+                (slot,) = self._make(1)
                 self._slots.insert(self._next, slot)
             else:
-                assert slot is not None and slot.copied is not None
                 self.waits += 1
                 slot.copied.synchronize()
         self._next = (self._next + 1) % len(self._slots)
