@@ -320,11 +320,11 @@ def build_small(capture: str) -> Any:
 def test_copies_start_without_graphs_and_graphs_are_freed(capture: str) -> None:
     pipeline = pipeline_of("triton", capture=capture)
     plain = pipeline_of("triton", "torch-simple")
-    expected = tokens(generate(plain.model, plain.cm, prompts(plain)[:2], 8))
-    assert tokens(generate(pipeline.model, pipeline.cm, prompts(plain)[:2], 8)) == expected
+    expected = tokens(generate(plain.model, plain.cm, prompts(plain)[:2], 24))
+    assert tokens(generate(pipeline.model, pipeline.cm, prompts(plain)[:2], 24)) == expected
     for twin in (copy.deepcopy(pipeline.model), pickle.loads(pickle.dumps(pipeline.model))):
         assert dispatcher_of(twin) is not dispatcher_of(pipeline.model)
-        assert tokens(generate(twin.to("cuda"), pipeline.cm, prompts(plain)[:2], 8)) == expected
+        assert tokens(generate(twin.to("cuda"), pipeline.cm, prompts(plain)[:2], 24)) == expected
         gc.collect()
         torch.cuda.synchronize()
         with_graphs = torch.cuda.memory_allocated()
@@ -332,7 +332,7 @@ def test_copies_start_without_graphs_and_graphs_are_freed(capture: str) -> None:
             getattr(holder, "forget_graphs", lambda: None)()
         gc.collect()
         assert torch.cuda.memory_allocated() < with_graphs
-        assert tokens(generate(twin, pipeline.cm, prompts(plain)[:2], 8)) == expected
+        assert tokens(generate(twin, pipeline.cm, prompts(plain)[:2], 24)) == expected
 
 
 def test_graphs_of_all_batch_sizes_share_memory() -> None:

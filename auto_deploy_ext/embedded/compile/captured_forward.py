@@ -96,7 +96,7 @@ class _HostChange:
     def applied_to(self, info: Any) -> Callable[[], None]:
         """What sets the state that follows from the present one, whatever happens to that in the meantime."""
         buffer = info._input_buffer
-        lengths = {n: min(buffer.get_current_length(n) + more, cap) for n, (more, cap) in self.growth.items() if more}
+        lengths = {n: min(buffer.get_current_length(n) + more, cap) for n, (more, cap) in self.growth.items()}
         lengths.update(self.lengths)
         versions = {
             name: max(buffer.device_version[name], buffer.mirror_version[name]) + count
