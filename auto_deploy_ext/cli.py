@@ -24,7 +24,6 @@ from .embedded.training.arguments import add_arguments as add_training_arguments
 if TYPE_CHECKING:
     from .embedded.models.custom.modeling_eagle import EagleWrapper
     from .embedded.pipeline import Pipeline
-    from .embedded.requests import GenerationResult
     from .embedded.shim.interface import CachedSequenceInterface
     from .embedded.tokenizer import Tokenizer
     from .mirror_plan import CallSite
@@ -43,6 +42,7 @@ examples:
   auto-deploy-ext run                                        the Llama target with its Eagle3 drafter, shipped prompts
   auto-deploy-ext run --config mtp_hybrid --json out.json    the hybrid target with its MTP drafter
   auto-deploy-ext run --prompt "once upon" --max-new-tokens 64
+  auto-deploy-ext run --config eagle3_smollm2 --prompt "Why is the sky blue?"    a language model, its text as it comes
   auto-deploy-ext explain --config ./mine.yaml --dot plan.dot
   auto-deploy-ext check --config eagle3_llama_paged          is any mirror read while it is stale?
   auto-deploy-ext bench --quick                              what a draft step costs under each mirror policy
@@ -70,9 +70,10 @@ def make_parser() -> argparse.ArgumentParser:
     run = commands.add_parser(
         "run",
         help="decode with the rewritten wrapper and compare tokens and traffic",
-        description="Decodes the prompts three times: greedily without drafts, with the wrapper as it is written "
-        "(every mutation copies all mirrors to the host) and with the wrapper that the pass has rewritten. Compares "
-        "the tokens and counts the device-to-host copies.",
+        description="Decodes the prompts three times: with the wrapper that the pass has rewritten, with the target "
+        "alone, and with the wrapper as it is written (every mutation copies all mirrors to the host). Compares the "
+        "tokens, times the first two and counts the device-to-host copies. Text of a checkpoint's model is printed as "
+        "it is accepted; on a terminal, accepted drafts are in colour.",
     )
     _add_common_arguments(run)
     run.add_argument(
@@ -83,6 +84,27 @@ def make_parser() -> argparse.ArgumentParser:
     )
     run.add_argument(
         "--max-new-tokens", type=_positive, metavar="N", help="tokens to generate per prompt; default: the config's"
+    )
+    run.add_argument(
+        "--max-draft-len", type=_positive, metavar="K", help="tokens drafted per step; default: the config's"
+    )
+    style = run.add_mutually_exclusive_group()
+    style.add_argument(
+        "--chat",
+        dest="prompt_style",
+        action="store_const",
+        const="chat",
+        help="put each prompt into the tokenizer's chat template; default: the config's prompt_style",
+    )
+    style.add_argument(
+        "--plain", dest="prompt_style", action="store_const", const="plain", help="continue each prompt as it stands"
+    )
+    run.add_argument(
+        "--temperature", type=float, metavar="T", help="draw tokens instead of decoding greedily; 0 is greedy"
+    )
+    run.add_argument("--seed", type=int, metavar="S", help="of sampling, and of random weights; default: the config's")
+    run.add_argument(
+        "--repeats", type=_positive, default=1, metavar="N", help="time both ways so often and give the medians"
     )
     run.set_defaults(function=run_command)
 
@@ -173,35 +195,72 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_command(arguments: argparse.Namespace) -> int:
     """``auto-deploy-ext run``."""
     from . import host
+    from .decode_run import DecodeOptions, Decoder
     from .embedded.tokenizer import load_tokenizer
+    from .streamed_text import DRAFTED_STYLE, StreamedText
 
     console = report.make_console()
-    pipeline, model = _build(arguments.config)
+    named = {
+        "speculative_config.max_draft_len": arguments.max_draft_len,
+        "temperature": arguments.temperature,
+        "seed": arguments.seed,
+        "prompt_style": arguments.prompt_style,
+    }
+    pipeline, model = _build(arguments.config, {key: value for key, value in named.items() if value is not None})
     config = pipeline.config
     tokenizer = load_tokenizer(config.model)
     texts = arguments.prompt or config.prompts
-    prompts = _encode(texts, tokenizer, model)
-    max_new_tokens = arguments.max_new_tokens or config.max_new_tokens
+    prompts = _encode(texts, tokenizer, model, chat=config.prompt_style == "chat")
+    shown = [text if isinstance(text, str) else tokenizer.decode(text) for text in texts]
+    options = DecodeOptions(
+        arguments.max_new_tokens or config.max_new_tokens, _eos_token_ids(pipeline), config.seed, arguments.repeats
+    )
+    # What a random model says is no text to be read as it comes, and its prompts run as one batch.
+    streams = config.model is not None
+    groups = [[prompt] for prompt in prompts] if streams else [prompts]
 
-    greedy, full, scoped, mirrors = _generate_three_times(model, pipeline.cm, prompts, max_new_tokens)
-    same = [o.tokens for o in greedy.outputs] == [o.tokens for o in scoped.outputs] == [o.tokens for o in full.outputs]
+    def stream(number: int) -> StreamedText:
+        console.out(f"\n> {shown[number]}", style="dim", highlight=False)
+        return StreamedText(console, tokenizer)
+
+    decoder = Decoder(model, pipeline.cm, options)
+    with _threads_for(model):
+        decoder.warm_up(groups[0])
+        if streams:
+            if console.is_terminal:
+                console.print(f"[{DRAFTED_STYLE}]drafted and accepted[/], said by the target itself")
+            runs = decoder.each_way(groups, on_tokens=stream)
+        else:
+            with _progress() as start:
+                total = len(prompts) * options.max_new_tokens
+                runs = decoder.each_way(groups, progress=lambda name: start(name, total))
+    scoped, reference = runs.speculative, runs.alone if not config.temperature else runs.original
+    same = [o.tokens for o in runs.original.outputs] == [o.tokens for o in scoped.outputs]
+    same = same and [o.tokens for o in reference.outputs] == [o.tokens for o in scoped.outputs]
     result = report.RunReport(
         config=str(arguments.config),
         host={"name": host.name, "version": host.version},
         device=str(pipeline.cm.device),
         generated_tokens=scoped.generated_tokens,
-        tokens_match_greedy=same,
+        tokens_match_greedy=None if config.temperature else same,
         acceptance_length=scoped.acceptance_length,
-        mirrors=mirrors,
+        acceptance_by_position=scoped.acceptance_by_position,
+        tokens_per_second=runs.tokens_per_second,
+        temperature=config.temperature,
+        mirrors={
+            "full": report.MirrorTotals.of(runs.original_transfers),
+            "scoped": report.MirrorTotals.of(runs.speculative_transfers),
+        },
         call_sites=_call_sites(model, pipeline.cm),
     )
-    shown = [text if isinstance(text, str) else tokenizer.decode(text) for text in texts]
-    console.print(report.output_table(shown, [tokenizer.decode(output.tokens) for output in scoped.outputs]))
+    if not streams:
+        console.print(report.output_table(shown, [tokenizer.decode(output.tokens) for output in scoped.outputs]))
     console.print(report.run_summary(result, scoped.steps, scoped.accepted))
     if arguments.json:
         report.write_text(arguments.json, json.dumps(result.to_json(), indent=2) + "\n")
     if not same:
-        print("auto-deploy-ext run: the tokens differ from greedy decoding", file=sys.stderr)
+        compared = "those of the wrapper as it is written" if config.temperature else "greedy decoding"
+        print(f"auto-deploy-ext run: the tokens differ from {compared}", file=sys.stderr)
     return EXIT_OK if same else EXIT_DIFFERENT
 
 
@@ -298,11 +357,17 @@ def _build(name_or_path: str, overrides: Mapping[str, Any] | None = None) -> tup
     return pipeline, pipeline.model
 
 
-def _encode(texts: Sequence[str | list[int]], tokenizer: Tokenizer, model: EagleWrapper) -> list[list[int]]:
+def _encode(texts: Sequence[str | list[int]], tokenizer: Tokenizer, model: EagleWrapper, chat: bool) -> list[list[int]]:
     """Token ids of the prompts, checked against the model's vocabulary."""
+    from .embedded.tokenizer import TokenizerError
+
     if not texts:
         raise UsageError("there is nothing to decode: give --prompt, or prompts: in the config")
-    prompts = [tokenizer.encode(text) if isinstance(text, str) else list(text) for text in texts]
+    encode = tokenizer.encode_chat if chat else tokenizer.encode
+    try:
+        prompts = [encode(text) if isinstance(text, str) else list(text) for text in texts]
+    except TokenizerError as error:
+        raise UsageError(str(error)) from error
     vocab_size = model.target_model.get_input_embeddings().weight.shape[0]
     for text, prompt in zip(texts, prompts, strict=True):
         if not prompt:
@@ -313,26 +378,11 @@ def _encode(texts: Sequence[str | list[int]], tokenizer: Tokenizer, model: Eagle
     return prompts
 
 
-def _generate_three_times(
-    model: EagleWrapper, cm: CachedSequenceInterface, prompts: list[list[int]], max_new_tokens: int
-) -> tuple[GenerationResult, GenerationResult, GenerationResult, dict[str, report.MirrorTotals]]:
-    """Greedy, original and rewritten wrapper on the same prompts; traffic of the latter two."""
-    from .embedded.generation import generate
-    from .mirrors import record_mirrors
-    from .orchestrator.dispatch import original_forward
-
-    total = len(prompts) * max_new_tokens
-    with _threads_for(model), _progress() as start:
-        greedy = generate(model, cm, prompts, max_new_tokens, speculative=False, progress=start("greedy", total))
-        with original_forward(model), record_mirrors(cm.info) as full_transfers:
-            full = generate(model, cm, prompts, max_new_tokens, progress=start("all mirrors", total))
-        with record_mirrors(cm.info) as scoped_transfers:
-            scoped = generate(model, cm, prompts, max_new_tokens, progress=start("scoped mirrors", total))
-    mirrors = {
-        "full": report.MirrorTotals.of(full_transfers),
-        "scoped": report.MirrorTotals.of(scoped_transfers),
-    }
-    return greedy, full, scoped, mirrors
+def _eos_token_ids(pipeline: Pipeline) -> tuple[int, ...]:
+    """What ends a continuation of a checkpoint's model; nothing for random weights."""
+    target_config = getattr(pipeline.factory, "target_config", None)
+    ids = None if pipeline.config.model is None else getattr(target_config, "eos_token_id", None)
+    return () if ids is None else tuple(ids) if isinstance(ids, (list, tuple)) else (ids,)
 
 
 @contextmanager

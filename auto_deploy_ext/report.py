@@ -51,8 +51,13 @@ class RunReport:
         host: the AutoDeploy that the plugin is bound to: ``name`` and ``version``.
         device: where the model ran.
         generated_tokens: tokens over all prompts.
-        tokens_match_greedy: whether they are those of greedy decoding without speculation.
+        tokens_match_greedy: whether they are those of greedy decoding without speculation; None at a temperature
+            above 0, where only those of the original forward are compared.
         acceptance_length: mean tokens per verified row.
+        acceptance_by_position: share of verified rows whose drafts up to this one were accepted.
+        tokens_per_second: with speculation (``speculative``) and with the target alone (``target_alone``); runs
+            interleaved, the median of each.
+        temperature: of sampling, 0 for greedy.
         mirrors: traffic of the original (``full``) and of the rewritten forward (``scoped``), same prompts.
         call_sites: what each call that writes metadata mirrors; see `distinct_call_sites`.
     """
@@ -61,8 +66,11 @@ class RunReport:
     host: dict[str, str]
     device: str
     generated_tokens: int
-    tokens_match_greedy: bool
+    tokens_match_greedy: bool | None
     acceptance_length: float
+    acceptance_by_position: tuple[float, ...]
+    tokens_per_second: dict[str, float]
+    temperature: float
     mirrors: dict[str, MirrorTotals]
     call_sites: tuple[CallSite, ...]
 
@@ -133,13 +141,22 @@ def mirror_table(mirrors: dict[str, MirrorTotals], steps: int) -> RenderableType
 def run_summary(report: RunReport, steps: int, accepted: Sequence[int]) -> RenderableType:
     """Everything about a run but its texts."""
     histogram = ", ".join(f"{drafts}: {count}" for drafts, count in enumerate(accepted))
-    same = report.tokens_match_greedy
-    verdict = Text("yes", "bold green") if same else Text("NO", "bold red")
     facts = Table.grid(padding=(0, 2))
     facts.add_row("host", f"{report.host['name']} {report.host['version']} on {report.device}")
     facts.add_row("generated", f"{report.generated_tokens} tokens in {steps} steps")
     facts.add_row("acceptance length", f"{report.acceptance_length:.2f} (rows by accepted drafts: {histogram})")
-    facts.add_row("same tokens as greedy", verdict)
+    by_position = ", ".join(f"{share:.0%}" for share in report.acceptance_by_position)
+    facts.add_row("drafts accepted", f"{by_position or 'nothing was verified'} (first, first two, ...)")
+    speculative, alone = report.tokens_per_second["speculative"], report.tokens_per_second["target_alone"]
+    facts.add_row(
+        "tokens per second",
+        f"{speculative:.1f} with speculation, {alone:.1f} without: {speculative / alone:.2f} times as fast",
+    )
+    if report.temperature > 0:
+        facts.add_row("temperature", f"{report.temperature:g}: tokens are drawn, so no greedy ones to compare with")
+    else:
+        verdict = Text("yes", "bold green") if report.tokens_match_greedy else Text("NO", "bold red")
+        facts.add_row("same tokens as greedy", verdict)
     return Group(call_site_table(report.call_sites), mirror_table(report.mirrors, steps), facts)
 
 

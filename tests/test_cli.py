@@ -65,6 +65,9 @@ def test_run_on_the_default_config_has_no_transfer_at_all(tmp_path, capsys):
         "generated_tokens",
         "tokens_match_greedy",
         "acceptance_length",
+        "acceptance_by_position",
+        "tokens_per_second",
+        "temperature",
         "mirrors",
         "call_sites",
     }
@@ -183,7 +186,7 @@ def test_explain_prints_the_plan_and_writes_it(tmp_path, small_config, capsys):
         ("", "", ["--max-new-tokens", "40"], "max_seq_len is 32"),
         ("model_factory: AutoModelForCausalLN\n", "", [], "did you mean 'AutoModelForCausalLM'"),
         ("attn_backend: torch_page\n", "", [], "torch_paged"),
-        ("model: /nowhere\n", "", [], "/nowhere has no config.json"),
+        ("model: /nowhere\n", "", [], "/nowhere does not exist"),
     ],
 )
 def test_what_the_user_has_to_change_is_said_in_a_line_with_exit_code_2(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 
 class RequestTooLargeError(ValueError):
@@ -142,3 +143,15 @@ class GenerationResult:
         """Mean number of tokens that a verified row yields: accepted drafts + 1. 1.0 when nothing was verified."""
         rows = sum(self.accepted)
         return 1.0 + (sum(length * count for length, count in enumerate(self.accepted)) / rows if rows else 0.0)
+
+    @property
+    def acceptance_by_position(self) -> tuple[float, ...]:
+        """Entry ``i`` says in which share of the verified rows the drafts up to and including number ``i`` counted."""
+        rows = sum(self.accepted)
+        return tuple(sum(self.accepted[length:]) / rows for length in range(1, len(self.accepted))) if rows else ()
+
+    def joined(self, other: GenerationResult) -> GenerationResult:
+        """This result and that of a later generation on the same model as one."""
+        batches = Counter(self.batches) + Counter(other.batches)
+        accepted = tuple(map(sum, zip_longest(self.accepted, other.accepted, fillvalue=0)))
+        return GenerationResult(self.outputs + other.outputs, self.steps + other.steps, dict(batches), accepted)
