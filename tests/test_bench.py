@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 from collections import Counter
@@ -324,18 +325,19 @@ def test_a_plot_shows_all_parts(tmp_path):
 # ---------------------------------------------------------------- the command
 
 
-def test_the_command_measures_in_parts_that_merge(tmp_path, capsys):
-    common = ["bench", "--config", "bench_tiny", "--policies", "auto", "--fusion", "on"]
-    short = ["--repetitions", "3", "--block-ms", "0.01", "--context", "16"]
+def test_the_command_measures_and_its_files_merge(tmp_path, capsys):
+    out, traces = tmp_path / "made" / "out.json", tmp_path / "traces"
+    common = ["bench", "--config", "bench_tiny", "--policies", "auto", "--fusion", "on", "--batch", "2"]
+    short = ["--repetitions", "3", "--block-ms", "0.01", "--context", "16", "--traces", str(traces)]
+    assert main([*common, *short, "--json", str(out)]) == EXIT_OK
+    assert "say nothing about a decode step on a GPU" in capsys.readouterr().out
+    whole = json.loads(out.read_text())
     parts = [tmp_path / "cells.json", tmp_path / "launches.json"]
-    assert main([*common, *short, "--parts", "cells", "--batch", "2", "--json", str(parts[0])]) == EXIT_OK
-    assert "not a GPU" not in capsys.readouterr().err
-    assert main([*common, *short, "--parts", "launches", "--batch", "1", "--json", str(parts[1])]) == EXIT_OK
-    both = tmp_path / "both.json"
-    assert main(["bench", "--merge", *map(str, parts), "--json", str(both)]) == EXIT_OK
-    output = capsys.readouterr().out
-    assert "say nothing about a decode step on a GPU" in output
-    result = json.loads(both.read_text())
+    parts[0].write_text(json.dumps({**whole, "launches": []}))
+    parts[1].write_text(json.dumps({**whole, "cells": [], "details": []}))
+    assert main(["bench", "--merge", *map(str, parts), "--json", str(out)]) == EXIT_OK
+    result = json.loads(out.read_text())
+    assert {**result, "settings": None} == {**whole, "settings": None}
     assert [tuple(cell) for cell in result["cells"]] == [CELL_FIELDS] * 2
     limit, auto = result["cells"]
     assert (limit["policy"], limit["ratio_to_limit"], limit["transfers"]) == ("none", 1.0, 0)
@@ -345,9 +347,14 @@ def test_the_command_measures_in_parts_that_merge(tmp_path, capsys):
     assert result["versions"]["torch"] == torch.__version__
     assert result["device"]["is_gpu"] is False
     assert [detail["repetitions"] for detail in result["details"]] == [3, 3]
-    (launches,) = result["launches"]
-    assert launches["what"] == "operators"
-    assert 0 < launches["per_draft_step"] < launches["outside_models"] < launches["total"]
+    (counted,) = result["launches"]
+    assert counted["what"] == "operators"
+    assert 0 < counted["per_draft_step"] < counted["outside_models"] < counted["total"]
+    files = sorted(traces.iterdir())
+    names = [f"torch_paged_torch-simple_K3_batch2_{policy}+fused.json.gz" for policy in ("auto", "none")]
+    assert [path.name for path in files] == names
+    events = json.loads(gzip.decompress(files[0].read_bytes()))["traceEvents"]
+    assert sum(event["name"] == "bench:draft_model" for event in events) == 4 * 3
 
 
 @pytest.mark.parametrize(
@@ -355,7 +362,8 @@ def test_the_command_measures_in_parts_that_merge(tmp_path, capsys):
     [
         (["--repetitions", "2"], "a median needs at least 3"),
         (["--k", "9"], "a page of 8 tokens"),
-        (["--attn", "torch_pagde"], "nothing could be measured"),
+        (["--attn", "torch_pagde"], "unknown attention backend 'torch_pagde'; did you mean 'torch_paged'?"),
+        (["--compile", "torch-cudagraf"], "there are torch-cudagraph, torch-simple"),
         (["--config", "nowhere"], "no config of this name"),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,6 +79,7 @@ def add_parser(commands: Any) -> None:
         "--parts",
         nargs="+",
         choices=PARTS,
+        metavar="PART",
         default=["cells", "launches"],
         help="cells: the matrix; launches: kernels between the models, with and without fusion; scale: step time over "
         "batch and sequence length (default: cells launches)",
@@ -90,7 +91,14 @@ def add_parser(commands: Any) -> None:
     what.add_argument("--k", nargs="+", type=_positive, metavar="N", help="drafted tokens per step (on a GPU: 3 6)")
     what.add_argument("--batch", nargs="+", type=_positive, metavar="N", help="rows of a batch (on a GPU: 1 8 64)")
     what.add_argument("--context", type=_positive, metavar="N", help="cached tokens of a row (on a GPU: 1024)")
-    what.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES), help="default: all")
+    what.add_argument(
+        "--policies",
+        nargs="+",
+        choices=POLICIES,
+        default=list(POLICIES),
+        metavar="POLICY",
+        help="see below; default: all",
+    )
     what.add_argument(
         "--fusion", choices=("both", "on", "off"), default="both", help="with fuse_metadata_mutations, without, or both"
     )
@@ -111,6 +119,12 @@ def add_parser(commands: Any) -> None:
         metavar="N",
         help="points of the sweep with more cached tokens over all rows are left out (default: %(default)s)",
     )
+    what.add_argument(
+        "--traces",
+        type=Path,
+        metavar="DIR",
+        help="also write Chrome traces of some steps of the first group, under each policy, into a folder",
+    )
     effort = parser.add_argument_group("how long")
     effort.add_argument(
         "--quick",
@@ -122,6 +136,21 @@ def add_parser(commands: Any) -> None:
     effort.add_argument("--block-ms", type=float, metavar="MS", help="length of a timed block (default: 40; quick: 15)")
     parser.add_argument("-v", "--verbose", action="store_true", help="log the transforms, and tracebacks of what fails")
     parser.set_defaults(function=bench_command)
+
+
+def _check_backends(attention: Iterable[str], compiled: Iterable[str]) -> None:
+    """Raise BenchError for a name that no backend has."""
+    from ..embedded.custom_ops.attention_interface import AttentionRegistry
+    from ..embedded.transform.library.compile_model import COMPILE_BACKENDS
+
+    for name in attention:
+        try:
+            AttentionRegistry.get(name)
+        except ValueError as error:
+            raise BenchError(f"--attn: {error}") from error
+    for name in compiled:
+        if name not in COMPILE_BACKENDS:
+            raise BenchError(f"--compile: unknown backend {name!r}; there are {', '.join(sorted(COMPILE_BACKENDS))}")
 
 
 def _positive(text: str) -> int:
@@ -240,6 +269,7 @@ class Plan:
         self.launch_backends: list[Backend] = fields["launch_backends"]
         self.launch_variants: list[Variant] = fields["launch_variants"]
         self.context: int = fields["context"]
+        self.traces: Path | None = fields["traces"]
         self.seconds: float = fields["seconds"]
         self.repetitions: int = fields["repetitions"]
         self.block_ms: float = fields["block_ms"]
@@ -265,6 +295,7 @@ class Plan:
             raise BenchError(f"--k: a page of {size} tokens (kv_cache_config.tokens_per_block) must hold K + 1 tokens")
         attention = arguments.attn or (["flashinfer", "triton"] if gpu else [config.attn_backend])
         compiled = arguments.compile or (["torch-cudagraph", "torch-simple"] if gpu else ["torch-simple"])
+        _check_backends(attention, compiled)
         ks = arguments.k or ([3, 6] if gpu and not quick else [6 if gpu else drafts])
         batches = arguments.batch or (([8] if quick else [8, 1, 64]) if gpu else [1, config.max_batch_size])
         context = arguments.context or (1024 if gpu else config.max_seq_len // 2)
@@ -298,6 +329,7 @@ class Plan:
             launch_backends=[Backend(name, "torch-simple", max(ks)) for name in attention],
             launch_variants=[Variant("auto", fused) for fused in fusions],
             context=context,
+            traces=arguments.traces,
             seconds=arguments.budget_seconds or (150.0 if quick else 480.0),
             repetitions=repetitions,
             block_ms=arguments.block_ms or (15.0 if quick else 40.0),
@@ -312,8 +344,10 @@ class Plan:
         if "scale" in self.parts:
             session.measure_scale(self.scale_groups, self.scale_variants, self.scale_most_tokens)
         if "launches" in self.parts:
-            batch = min((group.batch for group in self.groups), default=1)
+            batch = min(group.batch for group in self.groups)
             session.count_launches(self.launch_backends, batch, self.context, self.launch_variants)
+        if self.traces is not None:
+            session.write_traces(self.groups[0], self.variants, self.traces)
 
     def settings(self, config: Any) -> dict[str, Any]:
         """What else decides the numbers, for the JSON."""

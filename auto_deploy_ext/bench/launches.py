@@ -45,20 +45,33 @@ Span = tuple[float, float]
 
 def count_launches(steps: Steps, variant: Variant) -> Launches:
     """Trace one step of a variant; embeddings, heads and `fc` count as the models' like the graphs themselves."""
-    wrapper = steps.pipeline.wrapper
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        write_trace(steps, variant, path, 1)
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    return launches_in(events, on_gpu=steps.on_gpu)
+
+
+def write_trace(steps: Steps, variant: Variant, path: Path, count: int) -> None:
+    """Write a Chrome trace of some steps on end, with a range around each call of a model.
+
+    Args:
+        steps: warmed up.
+        variant: whose steps.
+        path: a name that ends in `.gz` makes it a compressed file.
+        count: steps.
+    """
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if steps.on_gpu else [])]
     marks = _Marks()
+    wrapper = steps.pipeline.wrapper
     with steps.using(variant):
         steps.run(2)
         steps.synchronize()
         with around(wrapper, model_names(wrapper), marks.before, marks.after), profile(activities=activities) as trace:
-            steps.run(1)
+            steps.run(count)
             steps.synchronize()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        trace.export_chrome_trace(str(path))
-        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    return launches_in(events, on_gpu=steps.on_gpu)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    trace.export_chrome_trace(str(path))
 
 
 def model_names(wrapper: nn.Module) -> list[str]:

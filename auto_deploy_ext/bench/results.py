@@ -51,7 +51,7 @@ def versions() -> dict[str, str | None]:
         try:
             found[name] = version(name)
         except PackageNotFoundError:
-            found[name] = None
+            found[name] = "not installed, but run from its sources" if name == _PACKAGES[0] else None
     found["torch"] = torch.__version__
     found["cuda"] = torch.version.cuda
     return found

@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
+from pathlib import Path
 
 import torch
 
 from ..orchestrator import Dispatcher
 from .batches import RING, longest_sequence, make_ring
 from .cells import LIMIT, Backend, Group, Variant, rotated
-from .launches import Launches, count_launches
+from .launches import Launches, count_launches, write_trace
 from .measure import Block, Steps, Traffic
 from .pipelines import BenchPipeline, Limits, ModelSource
 from .policies import make_forwards
@@ -25,6 +26,7 @@ logger = logging.getLogger("auto_deploy_ext")
 
 FEWEST_REPETITIONS = 3
 _LONGEST_BLOCK_STEPS = 64
+_TRACED_STEPS = 4
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,18 @@ class Session:
                     self.findings.launches.append((group, variant, count_launches(steps, variant)))
             self._free()
         self.saved(self.findings)
+
+    def write_traces(self, group: Group, variants: Sequence[Variant], folder: Path) -> None:
+        """Write a trace of a few steps of each variant; it comes last, like counting launches."""
+        with self._guarded(f"traces: {group}"):
+            self.progress(f"traces {group}", 1.0)
+            pipeline, forwards = self._build(group.backend, variants, self._limits_of([group]), [group.batch])
+            steps = Steps(pipeline, forwards, make_ring(pipeline.cm, group.batch, group.backend.k, group.context))
+            for variant in variants:
+                steps.warm_up(variant)
+                name = f"{group} {variant}".replace(" ", "_").replace("=", "")
+                write_trace(steps, variant, folder / f"{name}.json.gz", _TRACED_STEPS)
+        self._free()
 
     # ---------------------------------------------------------------- groups
 
