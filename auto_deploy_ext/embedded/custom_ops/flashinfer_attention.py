@@ -26,7 +26,6 @@ HEAD_DIMS = (64, 128, 256)
 """Widths of heads that its kernels are made for."""
 
 
-@torch.library.custom_op("auto_deploy_ext::flashinfer_plan", mutates_args=())
 def flashinfer_plan(
     batch_info_host: torch.Tensor,
     cu_seqlen_host: torch.Tensor,
@@ -76,7 +75,13 @@ def flashinfer_plan(
     )
 
 
-@flashinfer_plan.register_fake
+# Not by `custom_op`: what that does around each call costs the host more than the plan.
+_LIBRARY = torch.library.Library("auto_deploy_ext", "FRAGMENT")
+_LIBRARY.define("flashinfer_plan" + torch.library.infer_schema(flashinfer_plan, mutates_args=()))
+_LIBRARY.impl("flashinfer_plan", flashinfer_plan, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("auto_deploy_ext::flashinfer_plan")
 def _(
     batch_info_host: torch.Tensor,
     cu_seqlen_host: torch.Tensor,

@@ -27,6 +27,7 @@ _INT_WORKSPACE_BYTES = 1 << 19
 """FlashInfer's own 8 MiB are far more than a plan takes: some 20 bytes a tile, and 4 a token of rows that are split."""
 _LEAST_FLOAT_WORKSPACE_BYTES = 128 << 20
 _ALIGNMENT = 4  # elements; 16 bytes
+_KEPT_ARRAYS = 64
 
 _NO_WINDOW = _NO_FIXED_SPLIT = -1
 
@@ -74,21 +75,19 @@ def _aligned(count: int) -> int:
     return -(-count // _ALIGNMENT) * _ALIGNMENT
 
 
-class TableLayout(NamedTuple):
-    """Where a plan table, one int32 tensor, has its four parts, for up to `max_rows` rows."""
+class TableLayout:
+    """Where a plan table, one int32 tensor, has its four parts, for up to `max_rows` rows.
 
-    max_rows: int
+    Attributes:
+        starts: first elements of the query ranges, the page ranges, the last pages' lengths and the rows' ends.
+        size: elements of a table.
+    """
 
-    @property
-    def starts(self) -> tuple[int, int, int, int]:
-        """First elements of the query ranges, the page ranges, the last pages' lengths and the rows' ends."""
-        boundaries, lengths = _aligned(self.max_rows + 1), _aligned(self.max_rows)
-        return 0, boundaries, 2 * boundaries, 2 * boundaries + lengths
-
-    @property
-    def size(self) -> int:
-        """Elements of a table."""
-        return self.starts[3] + _aligned(self.max_rows)
+    def __init__(self, max_rows: int) -> None:
+        self.max_rows = max_rows
+        boundaries, lengths = _aligned(max_rows + 1), _aligned(max_rows)
+        self.starts = (0, boundaries, 2 * boundaries, 2 * boundaries + lengths)
+        self.size = 2 * (boundaries + lengths)
 
     def parts(self, table: Any, rows: int) -> tuple[Any, Any, Any, Any]:
         """Views of a table's parts (tensor or array): [rows + 1], [rows + 1], [rows], [rows]."""
@@ -104,11 +103,20 @@ class TableLayout(NamedTuple):
 class _Slot:
     """Host memory that the copies of one plan read from: a table, and FlashInfer's own workspace."""
 
-    def __init__(self, memory: torch.Tensor, table_bytes: int) -> None:
-        self.table = memory[:table_bytes].view(torch.int32)
-        self.array: np.ndarray = self.table.numpy()
-        self.workspace = memory[table_bytes:]
+    def __init__(self, memory: torch.Tensor, layout: TableLayout) -> None:
+        self.table = memory[: 4 * layout.size].view(torch.int32)
+        self.workspace = memory[4 * layout.size :]
         self.copied: torch.cuda.Event | None = None
+        self._layout = layout
+        self._array: np.ndarray = self.table.numpy()
+        self._parts: dict[int, tuple[tuple[np.ndarray, ...], tuple[torch.Tensor, ...]]] = {}
+
+    def parts(self, rows: int) -> tuple[tuple[np.ndarray, ...], tuple[torch.Tensor, ...]]:
+        """The table's parts for that many rows, as arrays and as tensors; the views are kept."""
+        parts = self._parts.get(rows)
+        if parts is None:
+            parts = self._parts[rows] = (self._layout.parts(self._array, rows), self._layout.parts(self.table, rows))
+        return parts
 
 
 class SlotRing:
@@ -125,7 +133,7 @@ class SlotRing:
     """
 
     def __init__(self, layout: TableLayout, device: torch.device, first: int = 16, limit: int = 64) -> None:
-        self._table_bytes = 4 * layout.size
+        self._layout = layout
         self._on_cuda = device.type == "cuda"
         self._limit = limit
         self._slots = self._make(first)
@@ -136,20 +144,21 @@ class SlotRing:
         return len(self._slots)
 
     def _make(self, count: int) -> list[_Slot]:
-        nbytes = self._table_bytes + _INT_WORKSPACE_BYTES
+        nbytes = 4 * self._layout.size + _INT_WORKSPACE_BYTES
         memory = torch.empty(count, nbytes, dtype=torch.uint8, pin_memory=self._on_cuda)
-        return [_Slot(piece, self._table_bytes) for piece in memory]
+        return [_Slot(piece, self._layout) for piece in memory]
 
     def take(self) -> _Slot:
         """The oldest slot if it is free, else a new one."""
         slot = self._slots[self._next]
-        if slot.copied is not None and not slot.copied.query():
+        copied = slot.copied
+        if copied is not None and not copied.query():
             if len(self._slots) < self._limit:
                 (slot,) = self._make(1)
                 self._slots.insert(self._next, slot)
             else:
                 self.waits += 1
-                slot.copied.synchronize()
+                copied.synchronize()
         self._next = (self._next + 1) % len(self._slots)
         return slot
 
@@ -256,6 +265,8 @@ class FlashInferPlanner:
         self._eager: dict[bool, Any] = {}
         self._graphs: dict[Hashable, Planned] = {}
         self._parts: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        self._arrays: dict[int, tuple[torch.Tensor, np.ndarray]] = {}
+        self._one_each = np.arange(max_rows + 1, dtype=np.int32)
 
     def fits(self, geometry: PlanGeometry, max_rows: int, num_entries: int, device: torch.device) -> bool:
         """Whether the planner was made for these."""
@@ -271,7 +282,7 @@ class FlashInferPlanner:
             return self.table
         planned = self._planned(rows, tokens, causal=counts[4] != rows)
         slot = self.ring.take()
-        self._fill(slot.array, mirrors, planned)
+        self._fill(slot.parts(rows)[0], mirrors, planned)
         self._start(planned, slot)
         self.current = planned
         return self.table
@@ -358,7 +369,7 @@ class FlashInferPlanner:
         """Run a wrapper once on nothing: what a kernel needs at its first launch may not happen in a capture."""
         rows, tokens, geometry = planned.rows, planned.tokens, self.geometry
         slot = self.ring.take()
-        queries, pages, last, ends = self.layout.parts(slot.array, rows)
+        queries, pages, last, ends = slot.parts(rows)[0]
         queries[:] = np.arange(rows + 1) * tokens // rows
         pages[:] = np.arange(rows + 1)
         last[:] = ends[:] = geometry.tokens_per_block
@@ -371,29 +382,38 @@ class FlashInferPlanner:
 
     # ---------------------------------------------------------------- one plan
 
-    def _fill(self, array: np.ndarray, mirrors: Mirrors, planned: Planned) -> None:
+    def _array_of(self, mirror: torch.Tensor) -> np.ndarray:
+        """A mirror's memory; who passes the same tensor again finds the array that was made of it."""
+        known = self._arrays.get(id(mirror))
+        if known is None or known[0] is not mirror:
+            if len(self._arrays) >= _KEPT_ARRAYS:
+                self._arrays.clear()
+            known = self._arrays[id(mirror)] = (mirror, mirror.numpy())
+        return known[1]
+
+    def _fill(self, parts: tuple[np.ndarray, ...], mirrors: Mirrors, planned: Planned) -> None:
         """Write the host's table, with every value in the range that it has in a batch of these counts."""
         rows, tokens = planned.rows, planned.tokens
-        queries, pages, last, ends = self.layout.parts(array, rows)
+        queries, pages, last, ends = parts
         if planned.causal:
-            np.minimum(mirrors.cu_seqlen.numpy()[: rows + 1], tokens, out=queries)
+            np.minimum(self._array_of(mirrors.cu_seqlen)[: rows + 1], tokens, out=queries)
             np.maximum(queries, 0, out=queries)
             queries[0], queries[rows] = 0, tokens
             np.maximum.accumulate(queries, out=queries)
         else:
-            queries[:] = np.arange(rows + 1)
-        np.minimum(mirrors.cu_num_pages.numpy()[: rows + 1], self.num_entries, out=pages)
+            queries[:] = self._one_each[: rows + 1]
+        np.minimum(self._array_of(mirrors.cu_num_pages)[: rows + 1], self.num_entries, out=pages)
         np.maximum(pages, 0, out=pages)
         np.maximum.accumulate(pages, out=pages)
-        np.minimum(mirrors.last_page_len.numpy()[:rows], self.geometry.tokens_per_block, out=last)
+        np.minimum(self._array_of(mirrors.last_page_len)[:rows], self.geometry.tokens_per_block, out=last)
         np.maximum(last, 1, out=last)
-        ends[:] = mirrors.seq_len_with_cache.numpy()[:rows]
+        ends[:] = self._array_of(mirrors.seq_len_with_cache)[:rows]
 
     def _start(self, planned: Planned, slot: _Slot) -> None:
         """Plan, and start the copies to the device."""
         self.table.copy_(slot.table, non_blocking=True)
         planned.wrapper._pin_memory_int_workspace_buffer = slot.workspace
-        host = self.layout.parts(slot.table, planned.rows)
+        host = slot.parts(planned.rows)[1]
         if self._is_known and getattr(planned.wrapper, "_cached_module", None) is not None:
             self._plan_again(planned, host)
         else:
