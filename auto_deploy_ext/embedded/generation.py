@@ -65,7 +65,8 @@ class Engine:
        by those that were not: by at most K tokens, which drops at most one page. Its extra page then serves the draft
        loop alone.
     2. A row that certainly ends with the step in flight is not launched again. One that turns out to have ended was
-       launched once for nothing; what that gives is dropped, and its slot and its pages are given back after it.
+       launched once for nothing; what that gives is dropped, and its slot and its pages are given back when the results
+       of its last step have come. All steps run on one stream, so whoever gets them writes after that step.
     3. Mirrors are stale when such a step begins. A rewritten wrapper brings up to date what it reads; for any other
        the engine does.
 
