@@ -178,6 +178,5 @@ def launch_gather(source: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     grid = (index.shape[0], -(-width // chunk))
     values = source.view(torch.int8) if source.dtype is torch.bool else source
     result = target.view(torch.int8) if source.dtype is torch.bool else target
-    stride = source.stride(0) if source.dim() > 1 else 1
-    kernels.load("metadata").gather_rows[grid](values, index.contiguous(), result, width, stride, chunk)
+    kernels.load("metadata").gather_rows[grid](values, index.contiguous(), result, width, source.stride(0), chunk)
     return target

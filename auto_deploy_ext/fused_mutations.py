@@ -113,8 +113,11 @@ class _Run:
         self._steps = [Part(*part) for part in parts]
         self._possible = reason_against(info) is None and len(parts) <= MAX_PARTS
         self._activity: tuple[Any, ...] = ()
+        #: as the interface is now: which pools' page tables are in use; whether the parts may share a kernel; whether
+        #: the host does no more for them than taking note.
         self._page_mask = 0
         self._sound = False
+        self._quiet = False
 
     def renamed(self, parts: tuple[tuple[Any, ...], ...]) -> _Run:
         """The same run for an equal tuple."""
@@ -126,16 +129,22 @@ class _Run:
         """Run it."""
         info: Any = self._info()
         given = self._matched(operands)
-        if not self._may_fuse(info) or not self._on_device(info, given):
+        if not self._may_fuse(info):
             _one_by_one(info, self._steps, given)
             return
         buffer = info._input_buffer
+        counts = info.batch_info.serialize()[:6].tolist()
+        rows, generating = counts[0] + counts[2] + counts[4], counts[0] == 0 == counts[2]
+        if not self._on_device(info, buffer, rows, generating, given):
+            _one_by_one(info, self._steps, given)
+            return
+        quiet = self._quiet and not sanitizer.is_watched(buffer)
         for part, (operand, ticket) in zip(self._steps, given, strict=True):
-            before = replay.device_versions(info, part.replays) if part.replays else None
-            with sanitizer.announced(buffer, part.name):
-                _host_side(info, part, operand)
-            if before is not None:
-                _replay(info, part, before, operand, ticket)
+            if quiet:
+                _note(info, part, operand, rows, generating)
+            else:
+                _host_side(info, part, operand, ticket, rows, generating)
+            generating |= part.name == SWITCH_NAME
 
     def _matched(self, operands: Sequence[Any]) -> list[tuple[Any, Any]]:
         """Each part's operand and ticket."""
@@ -161,11 +170,12 @@ class _Run:
         replaced = SWITCH_NAME in own or OFFSET_NAME in own or COPY_NAME in own
         if replaced and not sanitizer.is_watched(info._input_buffer):
             return False  # somebody has put methods of his own in the place of these
-        activity = (info._active_args, len(info._active_host_prep_args))
+        activity = (info._active_args, len(info._active_host_prep_args), len(info._pool_suffixes))
         if activity != self._activity:
             self._activity = activity
             self._page_mask = sum(info._pages_active(s) << pool for pool, s in enumerate(info._pool_suffixes))
             self._sound = self._keeps_order(info)
+            self._quiet = not any(part.replays or _moved(info, part) for part in self._steps)
         return self._sound
 
     def _keeps_order(self, info: Any) -> bool:
@@ -181,13 +191,11 @@ class _Run:
 
     # -- the device's side -------------------------------------------------------------------------------------------
 
-    def _on_device(self, info: Any, given: list[tuple[Any, Any]]) -> bool:
+    def _on_device(self, info: Any, buffer: Any, rows: int, generating: bool, given: Sequence[tuple[Any, Any]]) -> bool:
         """Do the device's side of all parts; False: something is not as it should be, and nothing was done."""
-        buffer = info._input_buffer
-        lengths, rows = buffer._lengths, info.batch_info.get_total_num_sequences()
+        lengths, device = buffer._lengths, buffer.device
         if rows < 1:
             return False
-        generating = info.batch_info.is_generate_only()
         tokens = lengths["position_ids"]
         known: dict[str, int] = {}
         work: list[tuple[int, Any, str, int]] = []
@@ -198,7 +206,7 @@ class _Run:
                     known.update(_switched_lengths(rows))
                     work.append((SWITCH, None, "", rows))
                 continue
-            if not isinstance(operand, torch.Tensor) or operand.device != buffer.device or operand.dtype not in KINDS:
+            if not isinstance(operand, torch.Tensor) or operand.device != device or operand.dtype not in KINDS:
                 return False
             count = operand.numel()
             if part.name == OFFSET_NAME:
@@ -214,7 +222,7 @@ class _Run:
             if name == "position_ids":
                 tokens = count
             work.append((COPY, operand, name, count))
-        if fused_launch.runs_kernels(buffer.device):
+        if fused_launch.runs_kernels(device):
             return self._launch(info, rows, work)
         more_pages = 0
         with sanitizer.unwatched(buffer):
@@ -262,7 +270,7 @@ def _written(info: Any, part: Part) -> Sequence[str]:
     """The buffers that a part may write."""
     if part.name == COPY_NAME:
         return (part.buffer,)
-    return _SWITCH_WRITES if part.name == SWITCH_NAME else info._offset_writes()
+    return _SWITCH_WRITES if part.name == SWITCH_NAME else info._offset_scope()[0]
 
 
 def _moved(info: Any, part: Part) -> Sequence[str]:
@@ -278,23 +286,30 @@ def _moved(info: Any, part: Part) -> Sequence[str]:
 # -- the host's side --------------------------------------------------------------------------------------------------
 
 
-def _host_side(info: Any, part: Part, operand: Any) -> None:
-    """What the host does for a part whose device's side is done, its copy to the host included."""
-    if part.name == COPY_NAME:
-        info._input_buffer.set_current_length(part.buffer, operand.numel())
-        info._input_buffer.bump_device(part.buffer)
-        return
-    written: Sequence[str]
+def _note(info: Any, part: Part, operand: Any, rows: int, generating: bool) -> Sequence[str]:
+    """Take note of what a part has done on the device; returns what it wrote."""
+    if part.name == OFFSET_NAME:
+        return info._note_offset(rows)
     if part.name == SWITCH_NAME:
-        if info.batch_info.is_generate_only():
-            return
-        info._note_switch(info.batch_info.get_total_num_sequences())
-        written = _SWITCH_WRITES
-    else:
-        written = info._note_offset(info.batch_info.get_total_num_sequences())
-    if part.active_args != ():
-        override = None if part.active_args is None else set(part.active_args)
-        info._mirror(written, override, part.name)
+        if generating:
+            return ()
+        info._note_switch(rows)
+        return _SWITCH_WRITES
+    info._input_buffer.set_current_length(part.buffer, operand.numel())
+    info._input_buffer.bump_device(part.buffer)
+    return ()
+
+
+def _host_side(info: Any, part: Part, operand: Any, ticket: Any, rows: int, generating: bool) -> None:
+    """What the host does for a part whose device's side is done: note, copy to the host, arithmetic on mirrors."""
+    before = replay.device_versions(info, part.replays) if part.replays else None
+    with sanitizer.announced(info._input_buffer, part.name):
+        written = _note(info, part, operand, rows, generating)
+        if written and part.active_args != ():
+            override = None if part.active_args is None else set(part.active_args)
+            info._mirror(written, override, part.name)
+    if before is not None:
+        _replay(info, part, before, operand, ticket)
 
 
 def _replay(info: Any, part: Part, before: dict[str, int], operand: Any, ticket: Any) -> None:
@@ -331,9 +346,9 @@ def note_on_host(info: Any, parts: tuple[tuple[Any, ...], ...], operands: Sequen
         parts: those of `ops.mutate_all`.
         operands: likewise; of tensors only the sizes count.
     """
-    run = _run_of(info, parts)
+    run, rows = _run_of(info, parts), info.batch_info.get_total_num_sequences()
     for part, (operand, _) in zip(run._steps, run._matched(operands), strict=True):
-        _host_side(info, part._replace(active_args=()), operand)
+        _note(info, part, operand, rows, info.batch_info.is_generate_only())
 
 
 def is_fusible_copy(info: Any, name: str) -> bool:

@@ -14,12 +14,12 @@ import torch
 import yaml
 
 import auto_deploy_ext
-from auto_deploy_ext import InferenceOptimizer, TransformRegistry, host
+from auto_deploy_ext import InferenceOptimizer, TransformRegistry, host, orchestrator_graphs
 from auto_deploy_ext.module_dir import module_dir
 from tests.wrappers import worker
 
-from .harness import make_interface, reference, same, step
-from .library import Eagle, Mtp
+from .harness import make_interface, reference, same, scoped, step, transform
+from .library import Eagle, HandNarrowed, Mtp, ThroughHelpers
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "plugin"
 OWN_KEYS = ("annotate_active_args", "scope_host_mirrors")
@@ -68,6 +68,25 @@ def test_the_hosts_optimizer_takes_the_plugins_config_as_it_is(name: str, kind: 
     expected, got = reference(kind, [3, 4], 2), step(wrapper, cm, [3, 4], 2)
     assert same(got.output, expected.output)
     assert got.reads == expected.reads
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy"), [(Eagle, "override"), (HandNarrowed, "auto"), (ThroughHelpers, "auto"), (Mtp, "auto")]
+)
+def test_fusing_changes_no_step_where_the_host_allows_it_and_else_nothing(kind: Any, strategy: str) -> None:
+    wrapper, cm = scoped(kind, mode="graph", strategy=strategy)
+    before = [step(wrapper, cm, *batch) for batch in (([], 2), ([3, 4], 2))]
+    code = [gm.code for gm in orchestrator_graphs(wrapper).values()]
+    transform("fuse_metadata_mutations", wrapper, cm)
+    info = wrapper.meta["_autodeploy"]["transform_history"]["fuse_metadata_mutations"]
+    ours = host.name == "embedded"
+    assert (info.skipped, info.num_matches > 0) == (not ours, ours)
+    assert ours or [gm.code for gm in orchestrator_graphs(wrapper).values()] == code
+    for batch, expected in zip((([], 2), ([3, 4], 2)), before, strict=True):
+        got = step(wrapper, cm, *batch)
+        assert same(got.output, expected.output)
+        assert got.reads == expected.reads
+        assert [(t.names, t.nbytes) for t in got.transfers] == [(t.names, t.nbytes) for t in expected.transfers]
 
 
 def test_only_the_plugins_own_keys_are_in_the_hosts_registry() -> None:

@@ -343,6 +343,16 @@ class InputBuffer:
         self._field(name)
         self.device_version[name] = self._next_version(name)
 
+    def bump_devices(self, names: Iterable[str]) -> None:
+        """Record that the device sides of some known tensors were written, as :meth:`bump_device` does for one."""
+        if "bump_device" in vars(self):  # somebody listens
+            for name in names:
+                self.bump_device(name)
+            return
+        device, mirror = self.device_version, self.mirror_version
+        for name in names:
+            device[name] = max(device[name], mirror[name]) + 1
+
     def bump_mirror(self, name: str) -> None:
         """Record that the mirror was given a value of its own: copies under way are overtaken."""
         self._field(name)

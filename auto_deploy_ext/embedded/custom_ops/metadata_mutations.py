@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -38,6 +39,8 @@ class MetadataMutations:
     _pool_suffixes: list[str]
     _active_args: tuple[str, ...]
     _active_host_prep_args: set[str]
+    #: what `_offset_scope` found, and for which active arguments.
+    _known_scope: tuple[Any, tuple[str, ...], tuple[str, ...]] = (None, (), ())
 
     def copy_(self, name: str, src: torch.Tensor, strict: bool = True) -> None:
         """Write a buffer's device side, or its mirror when ``src`` is on the host and the device is not.
@@ -130,7 +133,7 @@ class MetadataMutations:
         self.batch_info.update_tokens_gather_info(n, False)
         for name in SWITCH_WRITES:
             self._input_buffer.set_current_length(name, n + 1 if name == "cu_seqlen" else n)
-            self._input_buffer.bump_device(name)
+        self._input_buffer.bump_devices(SWITCH_WRITES)
 
     def offset_pos_and_cache_(self, offset: torch.Tensor, active_args_override: set[str] | None = None) -> None:
         """Move the end of each sequence by its offset, pages included; see ``metadata_arithmetic.offset_page_table``.
@@ -171,29 +174,28 @@ class MetadataMutations:
         position_ids += arithmetic.offset_per_token(offset, cu_seqlen, num_tokens)
         for suffix in self._pool_suffixes:
             buffer.get_view("seq_len_with_cache" + suffix)[:n] += offset
-            if self._pages_active(suffix):
-                self._offset_pages(suffix, offset, more_pages)
+        for suffix in self._offset_scope()[1]:
+            self._offset_pages(suffix, offset, more_pages)
 
-    def _note_offset(self, n: int) -> list[str]:
+    def _note_offset(self, n: int) -> tuple[str, ...]:
         """What the host knows after `offset_pos_and_cache_`, lengths and versions; returns what was written."""
-        buffer = self._input_buffer
-        written = self._offset_writes()
-        for suffix in self._pool_suffixes:
-            if self._pages_active(suffix):
-                cache_loc = "cache_loc" + suffix
-                buffer.set_current_length(cache_loc, self._page_bound(cache_loc, n))
-        for name in written:
-            buffer.bump_device(name)
+        written, suffixes = self._offset_scope()
+        for suffix in suffixes:
+            cache_loc = "cache_loc" + suffix
+            self._input_buffer.set_current_length(cache_loc, self._page_bound(cache_loc, n))
+        self._input_buffer.bump_devices(written)
         return written
 
-    def _offset_writes(self) -> list[str]:
-        """The buffers that `offset_pos_and_cache_` writes as things are active now."""
-        written = ["input_pos", "use_initial_states", "position_ids"]
-        for suffix in self._pool_suffixes:
-            written.append("seq_len_with_cache" + suffix)
-            if self._pages_active(suffix):
-                written.extend(name + suffix for name in PAGE_TABLE)
-        return written
+    def _offset_scope(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """What `offset_pos_and_cache_` writes, and the pools whose page tables it adjusts, as things are active now."""
+        key = (self._active_args, len(self._active_host_prep_args), len(self._pool_suffixes))
+        if self._known_scope[0] != key:
+            suffixes = tuple(filter(self._pages_active, self._pool_suffixes))
+            written = ["input_pos", "use_initial_states", "position_ids"]
+            written += ["seq_len_with_cache" + suffix for suffix in self._pool_suffixes]
+            written += [name + suffix for suffix in suffixes for name in PAGE_TABLE]
+            self._known_scope = (key, tuple(written), suffixes)
+        return self._known_scope[1:]
 
     def _page_bound(self, cache_loc: str, more: int) -> int:
         """How many pages there may be after offsets: at most one more per sequence and offset, the device knows."""
