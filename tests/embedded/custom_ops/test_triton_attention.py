@@ -45,7 +45,7 @@ def attend(batch: PagedBatch, splits: int | None = None) -> tuple[torch.Tensor, 
     return out, cache
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(batches(dims=(8, 16, 24)), st.sampled_from([1, 2, 4]))
 def test_every_kind_of_batch_gives_the_reference_whatever_the_split(batch: PagedBatch, splits: int) -> None:
     expected, expected_cache = batch.reference(scale=0.3)
