@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -34,8 +35,15 @@ class PlanCall:
     args: Any
     kwargs: Any
 
+    @cached_property
+    def _is_flat(self) -> bool:
+        """Whether no argument is a list or the like, which is usual, and quicker to fill in."""
+        return not self.kwargs and all(isinstance(a, (_Argument, int, float, str)) or a is None for a in self.args)
+
     def __call__(self, given: Mapping[str, Any]) -> Any:
         """Plan with the arguments of a call of the consumer."""
+        if self._is_flat:
+            return self.op(*[given[a.name] if type(a) is _Argument else a for a in self.args])
 
         def value(argument: Any) -> Any:
             return given[argument.name] if isinstance(argument, _Argument) else argument
