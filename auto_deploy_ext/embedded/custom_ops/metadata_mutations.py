@@ -39,8 +39,8 @@ class MetadataMutations:
     _pool_suffixes: list[str]
     _active_args: tuple[str, ...]
     _active_host_prep_args: set[str]
-    #: what `_offset_scope` found, and for which active arguments.
-    _known_scope: tuple[Any, tuple[str, ...], tuple[str, ...]] = (None, (), ())
+    #: what `_offset_scope` found, by what was active.
+    _offset_scopes: dict[Any, tuple[tuple[str, ...], tuple[str, ...]]]
 
     def copy_(self, name: str, src: torch.Tensor, strict: bool = True) -> None:
         """Write a buffer's device side, or its mirror when ``src`` is on the host and the device is not.
@@ -189,13 +189,14 @@ class MetadataMutations:
     def _offset_scope(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """What `offset_pos_and_cache_` writes, and the pools whose page tables it adjusts, as things are active now."""
         key = (self._active_args, len(self._active_host_prep_args), len(self._pool_suffixes))
-        if self._known_scope[0] != key:
+        found = self._offset_scopes.get(key)
+        if found is None:
             suffixes = tuple(filter(self._pages_active, self._pool_suffixes))
             written = ["input_pos", "use_initial_states", "position_ids"]
             written += ["seq_len_with_cache" + suffix for suffix in self._pool_suffixes]
             written += [name + suffix for suffix in suffixes for name in PAGE_TABLE]
-            self._known_scope = (key, tuple(written), suffixes)
-        return self._known_scope[1:]
+            found = self._offset_scopes[key] = (tuple(written), suffixes)
+        return found
 
     def _page_bound(self, cache_loc: str, more: int) -> int:
         """How many pages there may be after offsets: at most one more per sequence and offset, the device knows."""

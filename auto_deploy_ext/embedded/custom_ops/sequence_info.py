@@ -90,6 +90,7 @@ class SequenceInfo(MetadataMutations):
         self._num_blocks: int | None = None
         self._host_suffix = HOST_SUFFIX
         self._pool_suffixes: list[str] = [""]
+        self._offset_scopes = {}
         self._window_sizes: list[int] = []
 
         self._rows = max(2, max_batch_size)
