@@ -116,12 +116,12 @@ class ResultCopies:
         """
         if not self._on_cuda:
             return Landing(tokens, lens)
-        tokens = tokens.to(torch.int32)
         place, self._next = self._places[self._next], (self._next + 1) % len(self._places)
         landed = [place[0][: tokens.numel()].view(tokens.shape), place[1][: len(tokens)]]
         sources = (tokens,) if lens is None else (tokens, lens)
         stream = torch.cuda.current_stream(tokens.device)
-        if self._verified is not None:
+        # A copy that converts would read memory that the step's own stream allocated for it just now.
+        if self._verified is not None and all(source.dtype is torch.int32 for source in sources):
             stream = self._side
             stream.wait_event(self._verified)
         event = torch.cuda.Event()
