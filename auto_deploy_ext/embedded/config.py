@@ -75,7 +75,8 @@ class EmbeddedConfig(BaseModel):
         default_factory=dict, description="Fields of the drafter's config that differ from its defaults."
     )
     attn_backend: str = Field(
-        default="torch", description="The attention backend of the target, a key of AttentionRegistry."
+        default="torch",
+        description="The attention backend of the target: torch, torch_paged, triton, flashinfer (AttentionRegistry).",
     )
     draft_attn_backend: str | None = Field(
         default=None, description="The attention backend of the drafter; null takes the target's."
