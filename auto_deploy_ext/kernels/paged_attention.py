@@ -334,11 +334,12 @@ def choose_splits(num_programs: int, max_keys: int, block_keys: int, processors:
     return 1 << (possible.bit_length() - 1) if possible > 1 else 1
 
 
-def tile_shape(group: int, dtype: torch.dtype, longest: int) -> tuple[int, int]:
+def tile_shape(group: int, dim: int, dtype: torch.dtype, longest: int) -> tuple[int, int]:
     """Queries and keys of a tile.
 
     Args:
-        group: query heads per key head.
+        group: query heads per key head, a power of two.
+        dim: width of a head; several tiles of keys and values have to fit in shared memory.
         dtype: of the queries.
         longest: tokens of a row, as far as the host can tell; rows may be longer.
 
@@ -346,7 +347,7 @@ def tile_shape(group: int, dtype: torch.dtype, longest: int) -> tuple[int, int]:
         `(queries, keys)`, powers of two, such that a tile's rows (queries times heads of a group) are at least 16.
     """
     exact = dtype == torch.float32
-    most_rows, keys = (32, 32) if exact else (64, 64)
+    most_rows, keys = 32 if exact else 64, 32 if exact or dim > 128 else 64
     rows = min(max(_power_of_two(longest) * group, 16), most_rows)
     return max(rows // group, 1, 16 // group), keys
 
@@ -403,7 +404,7 @@ def paged_attention(
     if num_tokens == 0:
         return out
     q, k, v = _unit_stride(q), _unit_stride(k), _unit_stride(v)
-    block_q, block_n = tile_shape(padded_group, q.dtype, longest)
+    block_q, block_n = tile_shape(padded_group, dim, q.dtype, longest)
     tiles = num_tokens // block_q + num_rows
     if num_splits is None:
         num_splits = choose_splits(tiles * kv_heads, max_keys, block_n, _processors(q.device))

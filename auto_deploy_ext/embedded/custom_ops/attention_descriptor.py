@@ -95,7 +95,7 @@ class AttentionRegistry:
 
     Example:
         >>> sorted(AttentionRegistry._registry)  # doctest: +SKIP
-        ['torch', 'torch_paged']
+        ['flashinfer', 'torch', 'torch_paged', 'triton']
     """
 
     _registry: dict[str, type[AttentionDescriptor]] = {}  # noqa: RUF012 (shared on purpose)

@@ -143,7 +143,7 @@ def test_tiles_and_splits_are_chosen_from_what_the_host_knows() -> None:
     for group in (1, 2, 4, 8, 16, 32):
         for longest in (1, 2, 7, 300):
             for dtype in (torch.float32, torch.bfloat16):
-                queries, keys = kernels.tile_shape(group, dtype, longest)
+                queries, keys = kernels.tile_shape(group, 128, dtype, longest)
                 assert queries * group >= 16 and keys in (32, 64)
                 assert queries.bit_count() == 1, "Triton's ranges are powers of two"
 
