@@ -171,6 +171,7 @@ def obstacles_in_orchestrator(
         for event in program.flat:
             found.update(dict.fromkeys(_of_event(event, program, mirroring)))
         found.update(dict.fromkeys(_host_prepare_calls(program)))
+        found.update(dict.fromkeys(_python_effects(program)))
     return list(found)
 
 
@@ -244,6 +245,22 @@ def _host_prepare_calls(program: Program) -> Iterator[Obstacle]:
         for node in graph.nodes:
             if _calls(node, _HOST_PREPARE):
                 yield Obstacle(_HOST_PREPARE, (), f"{_HOST_PREPARE} (%{node.name}{_source(node)}) plans on the host")
+
+
+def _python_effects(program: Program) -> Iterator[Obstacle]:
+    """What the orchestrator does on the host for every batch, which a replay would leave out."""
+    for graph in program.owners:
+        for node in graph.nodes:
+            if node.target is ops.call and _is_host_function(str(node.args[0])):
+                yield Obstacle(str(node.args[0]), (), f"{node.args[0]} (%{node.name}{_source(node)}) runs on the host")
+            elif node.target is ops.set_attribute:
+                what = f"the assignment of {node.args[1]}"
+                yield Obstacle(what, (), f"{what} (%{node.name}{_source(node)}) happens on the host")
+
+
+def _is_host_function(name: str) -> bool:
+    """Whether a function that is recorded by its name does something on the host; torch's own write tensors."""
+    return not name.startswith("torch.") or name.startswith("torch.cuda.")
 
 
 def _calls(node: Node, method: str) -> bool:

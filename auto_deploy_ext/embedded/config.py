@@ -146,11 +146,17 @@ class EmbeddedConfig(BaseModel):
 
     @model_validator(mode="after")
     def _fill_shortcuts(self) -> EmbeddedConfig:
-        """Hand the top level's backends to the transforms they stand for, unless those name their own."""
+        """Hand the top level's backends to the transforms they stand for, unless those name their own.
+
+        What is captured is checked as it is captured.
+        """
         for (key, option), field in SHORTCUTS.items():
             value = getattr(self, field)
             if key in self.transforms and value is not None:
                 self.transforms[key] = {option: value} | self.transforms[key]
+        compiled, checked = self.transforms.get("compile_model", {}), self.transforms.get("check_capture")
+        if checked is not None and "capture" in compiled:
+            self.transforms["check_capture"] = {"capture": compiled["capture"]} | checked
         return self
 
     @property

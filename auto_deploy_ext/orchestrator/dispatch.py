@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -141,7 +142,11 @@ class Dispatcher(ReboundForward):
         states = self._states
         if self._variants is not None:
             states = [_VariantState(g.variant, graph_to_state(g.graph), g.guards, dict(g.meta)) for g in self._variants]
-        derived = {"_states": states, "_variants": None, "_refused": set(self._refused), "_fallback": None}
+        runner = copy.deepcopy(self.runner)
+        derived = {
+            **{"_states": states, "_variants": None, "_refused": set(self._refused)},
+            **{"_fallback": None, "runner": runner},
+        }
         return {**super()._state(), **derived}
 
 
