@@ -408,7 +408,7 @@ def paged_attention(
     tiles = num_tokens // block_q + num_rows
     if num_splits is None:
         num_splits = choose_splits(tiles * kv_heads, max_keys, block_n, _processors(q.device))
-    block_d = max(_power_of_two(dim), 16)
+    block_d, exact = max(_power_of_two(dim), 16), q.dtype == torch.float32
     part_acc = part_top = part_total = out
     if num_splits > 1:
         part_acc = q.new_empty(num_tokens, heads, num_splits, dim, dtype=torch.float32)
@@ -446,8 +446,8 @@ def paged_attention(
         BLOCK_Q=block_q,
         BLOCK_N=block_n,
         SPLIT=num_splits > 1,
-        num_warps=4,
-        num_stages=2 if q.dtype == torch.float32 else 3,
+        num_warps=8 if exact else 4,
+        num_stages=2 if exact else 3,
     )
     if num_splits > 1:
         _merge_kernel[(num_tokens, heads)](
