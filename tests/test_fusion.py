@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.fx import GraphModule
 
 import auto_deploy_ext
-from auto_deploy_ext import StaleHostMirrorError, fused_mutations, record_mirrors, sanitize
+from auto_deploy_ext import StaleHostMirrorError, fused_launch, fused_mutations, record_mirrors, sanitize
 from auto_deploy_ext.as_run import as_run, stale_as_run
 from auto_deploy_ext.capture import obstacles_in_orchestrator
 from auto_deploy_ext.effects import mirror_of
@@ -320,3 +320,15 @@ def test_what_the_host_knows_can_be_changed_alone(cm: Any) -> None:
         state = in_use(cm.info)
         known.append((state["batch_info"], state["lengths"], cm.info._input_buffer.stale_names()))
     assert known[0] == known[1]
+
+
+@pytest.mark.parametrize("strategy", ["auto", "override"])
+def test_the_kernel_gives_consumers_what_they_found(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tests.triton_interpreter")
+    cm, other = make_interface(), make_interface()
+    plain, fused = draft_loop(cm, strategy), draft_loop(cm, strategy)
+    assert fuse_graphs([fused], cm) == 2
+    expected = outcome(plain, READS, other, BATCH)
+    monkeypatch.setattr(fused_launch, "runs_kernels", lambda device: True)
+    monkeypatch.setattr(fused_mutations, "_one_by_one", None)
+    assert outcome(fused, READS, cm, BATCH) == expected
