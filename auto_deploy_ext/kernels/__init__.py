@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 from types import ModuleType
@@ -11,6 +12,7 @@ class TritonMissingError(ImportError):
     """A kernel was asked for, and Triton is not installed."""
 
 
+@functools.lru_cache(maxsize=1)
 def has_triton() -> bool:
     """Whether Triton is installed."""
     return importlib.util.find_spec("triton") is not None
