@@ -111,7 +111,7 @@ def _convert(path: Path, directory: Path) -> None:
         known = ", ".join(sorted(GGUF_SUPPORTED_ARCHITECTURES))
         raise GGUFError(f"{path}: {error} Transformers reads {known}") from error
     except (KeyError, IndexError) as error:
-        raise GGUFError(f"{path} lacks a field that every model has: {error}") from error
+        raise GGUFError(f"{path} is damaged, or lacks a field that every model has: {error}") from error
     config = AutoConfig.for_model(**parsed["config"])
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
