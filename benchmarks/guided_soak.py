@@ -1,14 +1,15 @@
 """Guided decoding under load: image streams and text streams with strict JSON schemas, on the scenario guided_vlm.
 
 Every stream sends one request after another, nearly always with new images. The vision tower waits for the device with
-the GIL held at every call, which is the worst that an encoder can do. A watchdog counts hangs. Three parts:
+the GIL held at every call, which is the worst that an encoder can do. The engine encodes ahead: items of the next step
+while a step runs. A watchdog counts hangs. Three parts:
 
 * control: without drain_hostfuncs; it hangs, and is killed `--control-bound` seconds after its last step;
-* soak: with it; images are encoded inside forwards and scheduled before them, in turn;
+* soak: with it; images are encoded inside forwards and scheduled ahead of them, in turn;
 * cost: text only, with the transform, without it, and without it once more, which shows what the measurement is worth.
 
-    python benchmarks/guided_soak.py control soak cost --json result.json   # on a GPU
-    python benchmarks/guided_soak.py --duration 30 --device cpu --image-streams 8 --text-streams 4 --batch-size 6
+    python benchmarks/guided_soak.py control soak cost --json result.json   # on a GPU: at most 6 minutes
+    python benchmarks/guided_soak.py --soak-seconds 30 --device cpu --image-streams 8 --text-streams 4 --batch-size 6
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ from auto_deploy_ext.embedded.config import load_config
 from auto_deploy_ext.embedded.guided import GrammarSpec, GuidedEngine, GuidedOutput, GuidedRequest, Vocabulary
 from auto_deploy_ext.embedded.pipeline import Pipeline, build_pipeline
 from auto_deploy_ext.hostfuncs import OrderedLayer, ThreadStreams
+from auto_deploy_ext.hostfuncs.launch import LaunchLayer
 from auto_deploy_ext.orchestrator import orchestrator_graphs
 
 EOS, IMAGE, PATCH = 256, 257, 8
@@ -131,7 +134,7 @@ def build(device: str, batch_size: int, transform: bool) -> Pipeline:
 
 def make_engine(pipeline: Pipeline, layer: str, **options: Any) -> GuidedEngine:
     """An engine on the pipeline's device."""
-    layers = {"cuda": lambda: None, "ordered": OrderedLayer, "threads": ThreadStreams}
+    layers = {"cuda": lambda: None, "ordered": OrderedLayer, "threads": WaitableStreams}
     vocabulary = Vocabulary.of_bytes(258, EOS)
     return GuidedEngine(
         pipeline.model,
@@ -144,16 +147,53 @@ def make_engine(pipeline: Pipeline, layer: str, **options: Any) -> GuidedEngine:
     )
 
 
-def hold_gil_in_tower(pipeline: Pipeline) -> None:
+class WaitableStreams(ThreadStreams):
+    """Streams as worker threads, and a wait for all of them that keeps the GIL, as `cudaDeviceSynchronize` may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._libc = ctypes.PyDLL(None)
+        self._done = ctypes.create_string_buffer(64)
+        self._libc.sem_init(self._done, 0, 0)
+        self._given = 0
+
+    def _submit(self, work: Callable[[], None]) -> None:
+        if self._on_worker():
+            super()._submit(work)
+            return
+
+        def then_post() -> None:
+            try:
+                work()
+            finally:
+                self._libc.sem_post(self._done)
+
+        self._given += 1
+        super()._submit(then_post)
+
+    def wait_holding_gil(self) -> None:
+        """Return at once when everything is done; else never, because what is not done needs the GIL."""
+        if not self._on_worker():  # what a worker was given before is done when it comes to this
+            given, self._given = self._given, 0
+            for _ in range(given):
+                self._libc.sem_wait(self._done)
+
+
+def hold_gil_in_tower(pipeline: Pipeline, layer: LaunchLayer) -> None:
     """Let every call of the vision tower wait for the device with the GIL held."""
-    from auto_deploy_ext.hostfuncs.cuda import _cudart_path
+    if isinstance(layer, OrderedLayer):
+        return
+    if isinstance(layer, WaitableStreams):
+        wait: Callable[[], Any] = layer.wait_holding_gil
+    else:
+        from auto_deploy_ext.hostfuncs.cuda import _cudart_path
 
-    library = ctypes.PyDLL(_cudart_path())
+        wait = ctypes.PyDLL(_cudart_path()).cudaDeviceSynchronize
 
-    def wait(module: torch.nn.Module, args: Any) -> None:
-        library.cudaDeviceSynchronize()
+    def hold(module: torch.nn.Module, args: Any) -> None:
+        wait()
 
-    pipeline.model.vision_encoder.tower.register_forward_pre_hook(wait)
+    pipeline.model.vision_encoder.tower.register_forward_pre_hook(hold)
 
 
 class Streams:
@@ -265,29 +305,37 @@ def state_of(engine: GuidedEngine, load: Streams, seconds: float) -> dict[str, A
 
 
 def run_load(arguments: argparse.Namespace) -> None:
-    """In a child: run the load for the duration; a line of JSON twice a second, the summary last."""
-    pipeline = build(arguments.device, arguments.batch_size, arguments.part == "soak")
+    """In a child: run the load for the duration; a line of JSON twice a second, the summary last.
+
+    The control tells of every step.
+    """
+    is_control = arguments.part == "control"
+    pipeline = build(arguments.device, arguments.batch_size, transform=not is_control)
     ways = ["schedule", "forward"] if arguments.encode == "both" else [arguments.encode]
     engine = make_engine(pipeline, arguments.layer, encode=ways[0], encoder_cache_tokens=arguments.encoder_cache_tokens)
     warm_up(pipeline, engine)
-    if arguments.device.startswith("cuda"):
-        hold_gil_in_tower(pipeline)
+    hold_gil_in_tower(pipeline, engine.owner.layer)
+    engine.steps = 0
+    if is_control and arguments.layer == "threads":
+        # On a busy machine a worker could else get the GIL between a launch and the tower's wait, and nothing hang.
+        sys.setswitchinterval(1000)
     load = Streams(engine, arguments.image_streams, arguments.text_streams)
     seconds_of = dict.fromkeys(ways, 0.0)
     say(ready=True)
     with open(arguments.trace, "w") as trace:
-        start = before = last = time.monotonic()
-        while before - start < arguments.duration:
+        start = before = time.monotonic()
+        last = -math.inf
+        while before - start < arguments.soak_seconds:
+            if is_control or before - last >= 0.5 or load.engine.steps < 5:
+                last = before
+                say(state=state_of(engine, load, before - start))
+                # Its thread needs no GIL, so it can say where a hang is.
+                faulthandler.dump_traceback_later(0.7 * arguments.bound, file=trace)
             engine.encode = ways[int((before - start) / arguments.switch_seconds) % len(ways)]  # type: ignore[assignment]
             load.step()
             now = time.monotonic()
             seconds_of[engine.encode] += now - before
             before = now
-            if now - last >= 0.5 or load.engine.steps < 5:
-                last = now
-                say(state=state_of(engine, load, now - start))
-                # Its thread needs no GIL, so it can say where a hang is.
-                faulthandler.dump_traceback_later(0.7 * arguments.bound, file=trace)
         engine.owner.drain()
         faulthandler.cancel_dump_traceback_later()
     seconds = time.monotonic() - start
@@ -300,6 +348,7 @@ def absent(summary: dict[str, Any], encode: str) -> list[str]:
     ways = ["schedule", "forward"] if encode == "both" else [encode]
     happened = {
         **{f"images encoded by way of {way}": encoded["images"][way] for way in (*ways, "prefetch")},
+        **({"encoders called ahead": encoded["calls_ahead"]} if "schedule" in ways else {}),
         "prefetches skipped": encoded["prefetch_skipped"],
         "partial hits of the encoder cache": encoded["partial_hits"],
         "replays with host functions": summary["hostfuncs"]["replays"],
@@ -323,7 +372,8 @@ def soak(arguments: argparse.Namespace, report: Report) -> int:
         command_of(arguments, "soak"),
         bound=arguments.bound,
         start_bound=arguments.start_bound,
-        total_bound=arguments.start_bound + arguments.duration + 2 * arguments.bound,
+        total_bound=math.inf,
+        ready_bound=arguments.soak_seconds + arguments.bound,
         on_line=note,
     )
     summary = json.loads(watched.lines[-1]).get("summary") if watched.lines else None
@@ -336,31 +386,54 @@ def soak(arguments: argparse.Namespace, report: Report) -> int:
         "last": None if summary else last,
     }
     report.put("soak", result)
-    is_long = arguments.duration >= LONG_ENOUGH
+    is_long = arguments.soak_seconds >= LONG_ENOUGH
     return 0 if summary is not None and summary["invalid"] == 0 and not (lacks and is_long) else 1
 
 
 def control(arguments: argparse.Namespace, report: Report) -> int:
     """The same without drain_hostfuncs: 0 when it hangs, which the watchdog ends."""
     with tempfile.NamedTemporaryFile("r") as trace:
-        arguments = argparse.Namespace(**{**vars(arguments), "bound": arguments.control_bound, "trace": trace.name})
+        # An encoder meets host functions ahead of a step that runs; a forward begins when those before it are over.
+        encode = "schedule" if arguments.encode == "both" else arguments.encode
+        changes = {
+            "encode": encode,
+            "bound": arguments.control_bound,
+            "soak_seconds": arguments.control_seconds,
+            "trace": trace.name,
+        }
+        arguments = argparse.Namespace(**{**vars(arguments), **changes})
         watched = watch_child(
             command_of(arguments, "control"),
             bound=arguments.bound,
             start_bound=arguments.start_bound,
-            total_bound=arguments.start_bound + 60,
+            total_bound=math.inf,
+            ready_bound=arguments.control_seconds,
         )
-        where = [line.rstrip() for line in trace.read().splitlines()]
+        where = where_of(trace.read())
     states = [json.loads(line)["state"] for line in watched.lines if line.startswith('{"state"')]
+    hangs = int(watched.hung and any(line.endswith(" in hold") for line in where))
     result = {
-        "hangs": int(watched.hung),
+        "hangs": hangs,
         **outcome_of(watched),
         "bound_seconds": arguments.bound,
         "steps_before": states[-1]["steps"] if states else 0,
-        "hung_at": where[:12],
+        "seconds_before": states[-1]["seconds"] if states else 0,
+        "hung_at": where,
+        "last": states[-1] if states else None,
     }
     report.put("control", result)
-    return 0 if watched.hung else 1
+    return 0 if hangs else 1
+
+
+def where_of(trace: str) -> list[str]:
+    """The calls of the thread that was encoding, from all threads' tracebacks; else of the one told of last.
+
+    One line each, innermost first, without those of `torch.nn`.
+    """
+    threads = [thread.splitlines() for thread in trace.split("\n\n") if thread.strip()]
+    calls = [[line.strip() for line in thread if line.strip().startswith("File")] for thread in threads]
+    encoding = [thread for thread in calls if any(line.endswith(" in hold") for line in thread)]
+    return [line for line in (encoding or calls or [[]])[-1] if "/torch/nn/modules/" not in line]
 
 
 def outcome_of(watched: Watched) -> dict[str, Any]:
@@ -417,13 +490,19 @@ def text_only_graphs(pipeline: Pipeline) -> list[str]:
 
 
 def run_cost(arguments: argparse.Namespace) -> None:
-    """In a child: text only, with the transform and twice without it; a line of JSON per round."""
-    streams, tokens, order = arguments.text_streams, arguments.cost_tokens, random.Random(0)
+    """In a child: text only, with the transform and twice without it; a line of JSON per round.
+
+    Each kind has an equal share of the time that is left when its turn comes.
+    """
+    streams, order = arguments.text_streams, random.Random(0)
     pipelines = {name: build(arguments.device, streams, name == "with") for name in NAMES}
     say(ready=True)
-    for kind, (grammar, graphs) in KINDS.items():
+    for turn, (kind, (grammar, graphs)) in enumerate(KINDS.items()):
+        now = time.time()
+        until = now + (arguments.deadline - now) / (len(KINDS) - turn)
+        tokens = arguments.cost_tokens if grammar else arguments.cost_eager_tokens
         engines = {name: make_engine(pipeline, arguments.layer, graphs=graphs) for name, pipeline in pipelines.items()}
-        for _ in range(3):  # set up, warm up, capture
+        for _ in range(3 if graphs else 1):  # set up, warm up, capture
             one_round(engines, streams, tokens, grammar, order)
             say(warm=kind)
         captured = {name: engine.stats.captures for name, engine in engines.items()}
@@ -431,11 +510,13 @@ def run_cost(arguments: argparse.Namespace) -> None:
         gc.collect()
         gc.freeze()
         gc.disable()  # collections are between rounds, where nobody is timed
-        start, rounds = time.monotonic(), 0
-        while rounds < arguments.rounds and (rounds < 3 or time.monotonic() - start < arguments.cost_seconds):
+        longest, rounds = 0.0, 0
+        while rounds < arguments.rounds and (rounds < 3 or time.time() + longest < until):
+            start = time.time()
             say(kind=kind, round=one_round(engines, streams, tokens, grammar, order))
             rounds += 1
             gc.collect()
+            longest = max(longest, time.time() - start)
         gc.enable()
         gc.unfreeze()
         counts = {
@@ -512,11 +593,12 @@ def cost(arguments: argparse.Namespace, report: Report) -> int:
     def result() -> dict[str, Any]:
         return {kind: {**summarise(entries), **ends.get(kind, {})} for kind, entries in rounds.items()}
 
+    arguments = argparse.Namespace(**{**vars(arguments), "deadline": time.time() + arguments.cost_seconds})
     watched = watch_child(
         command_of(arguments, "cost"),
         bound=60,
         start_bound=arguments.start_bound,
-        total_bound=arguments.start_bound + 2 * arguments.cost_seconds + 120,
+        total_bound=arguments.cost_seconds + 10,
         on_line=note,
     )
     report.put("cost", {**outcome_of(watched), **result()})
@@ -573,7 +655,7 @@ def main() -> int:
     """Run the parts asked for; 0 when each shows what it is to show."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} (default: soak)")
-    parser.add_argument("--duration", type=float, default=180, help="of the soak, seconds (default: %(default)s)")
+    parser.add_argument("--soak-seconds", type=float, default=180, help="once it is ready (default: %(default)s)")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--layer", choices=["cuda", "ordered", "threads"], help="default: cuda, or ordered on the CPU")
     parser.add_argument("--image-streams", type=int, default=32)
@@ -584,13 +666,16 @@ def main() -> int:
     parser.add_argument("--switch-seconds", type=float, default=5, help="between the two (default: %(default)s)")
     parser.add_argument("--bound", type=float, default=30, help="seconds without progress that count as a hang")
     parser.add_argument("--start-bound", type=float, default=120, help="seconds for starting up (default: %(default)s)")
-    parser.add_argument("--control-bound", type=float, default=12, help="the same where a hang is expected")
+    parser.add_argument("--control-bound", type=float, default=12, help="like --bound, where a hang is expected")
+    parser.add_argument("--control-seconds", type=float, default=40, help="once it is ready, at most")
     parser.add_argument("--rounds", type=int, default=60, help="of the cost, per kind, at most (default: %(default)s)")
-    parser.add_argument("--cost-seconds", type=float, default=45, help="per kind (default: %(default)s)")
-    parser.add_argument("--cost-tokens", type=int, default=200, help="per request (default: %(default)s)")
+    parser.add_argument("--cost-seconds", type=float, default=90, help="of all, start included (default: %(default)s)")
+    parser.add_argument("--cost-tokens", type=int, default=64, help="per guided request (default: %(default)s)")
+    parser.add_argument("--cost-eager-tokens", type=int, default=16, help="per unguided one (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="also write the results here, after each part and before")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     parser.add_argument("--trace", default=os.devnull, help=argparse.SUPPRESS)
+    parser.add_argument("--deadline", type=float, default=math.inf, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     arguments.layer = arguments.layer or ("cuda" if arguments.device.startswith("cuda") else "ordered")
     if arguments.part:

@@ -6,6 +6,7 @@ The child writes to a file rather than a pipe: whatever it leaves behind cannot 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -22,7 +23,7 @@ class Watched:
     Attributes:
         lines: what it wrote.
         killed: why it was killed: `start`: it never said that it was ready; `progress`: it was silent for too long
-            afterwards; `total`: it took too long altogether; empty: it ended by itself.
+            afterwards; `total`: it took too long altogether, or from there on; empty: it ended by itself.
         exit_code: its exit code; None when even killing it did not end it.
         start_seconds: until it was ready, or the whole time.
         seconds: from there on.
@@ -46,7 +47,9 @@ def watch_child(
     bound: float,
     start_bound: float,
     total_bound: float,
+    ready_bound: float = math.inf,
     on_line: Callable[[str], None] | None = None,
+    cwd: str | os.PathLike[str] | None = None,
 ) -> Watched:
     """Run a command to its end, or kill it and its children.
 
@@ -55,14 +58,16 @@ def watch_child(
         bound: seconds of silence, once it is ready, that count as a hang.
         start_bound: seconds until it has to be ready.
         total_bound: seconds that it may take altogether.
+        ready_bound: seconds that it may take once it is ready.
         on_line: told every line as it comes.
+        cwd: where it runs.
     """
     lines: list[str] = []
     killed, rest = "", ""
     start = last = time.monotonic()
     ready: float | None = None
     with tempfile.NamedTemporaryFile("w") as sink, open(sink.name) as source:
-        process = subprocess.Popen(command, stdout=sink, stdin=subprocess.DEVNULL, start_new_session=True)
+        process = subprocess.Popen(command, stdout=sink, stdin=subprocess.DEVNULL, start_new_session=True, cwd=cwd)
         try:
             while True:
                 ended = process.poll() is not None
@@ -78,7 +83,7 @@ def watch_child(
                         on_line(line)
                 if ended:
                     break
-                if now - start > total_bound:
+                if now - start > total_bound or (ready is not None and now - ready > ready_bound):
                     killed = "total"
                 elif ready is None and now - start > start_bound:
                     killed = "start"

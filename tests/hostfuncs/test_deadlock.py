@@ -74,6 +74,11 @@ def test_the_watchdog_lets_a_child_end_by_itself(benchmark):
             {"total_bound": 1.5},
             "total",
         ),
+        (
+            "import time; print('ready', flush=True)\nwhile True: print(1, flush=True); time.sleep(0.01)",
+            {"ready_bound": 0.5},
+            "total",
+        ),
     ],
 )
 def test_the_watchdog_kills_what_does_not_start_does_not_get_on_or_does_not_end(benchmark, code, bounds, killed):

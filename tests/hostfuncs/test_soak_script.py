@@ -56,13 +56,19 @@ def summary(**changes: int) -> dict:
         "prefetch": 3,
         "skipped": 3,
         "partial": 3,
+        "ahead": 3,
         "replays": 3,
         "drains": 3,
     } | changes
     ways = {way: counts[way] for way in ("forward", "schedule", "prefetch")}
     return {
         "stop": 3,
-        "images_encoded": {"images": ways, "prefetch_skipped": counts["skipped"], "partial_hits": counts["partial"]},
+        "images_encoded": {
+            "images": ways,
+            "calls_ahead": counts["ahead"],
+            "prefetch_skipped": counts["skipped"],
+            "partial_hits": counts["partial"],
+        },
         "hostfuncs": {"replays": counts["replays"], "drains": counts["drains"]},
     }
 
@@ -74,8 +80,27 @@ def test_a_soak_says_what_it_did_not_exercise(script):
         "images encoded by way of forward",
         "partial hits of the encoder cache",
     ]
-    for name in ("schedule", "prefetch", "skipped", "replays", "drains"):
+    assert script.absent(summary(ahead=0, schedule=0), "forward") == []
+    for name in ("schedule", "ahead", "prefetch", "skipped", "replays", "drains"):
         assert len(script.absent(summary(**{name: 0}), "both")) == 1
+
+
+def test_where_a_control_hung_is_told_by_the_thread_that_encodes(script):
+    trace = """Timeout (0:00:08)!
+Thread 0x01 (most recent call first):
+  <no Python frame>
+
+Thread 0x02 (most recent call first):
+  File "soak.py", line 3 in hold
+  File "/x/torch/nn/modules/module.py", line 2 in inner
+  File "encoding.py", line 1 in schedule
+
+Thread 0x03 (most recent call first):
+  File "launch.py", line 9 in _work
+"""
+    assert script.where_of(trace) == ['File "soak.py", line 3 in hold', 'File "encoding.py", line 1 in schedule']
+    assert script.where_of(trace.replace("hold", "other")) == ['File "launch.py", line 9 in _work']
+    assert script.where_of("") == []
 
 
 def test_a_report_keeps_what_other_parts_wrote(script, tmp_path, capsys):

@@ -3,8 +3,8 @@
 An encoder is reached in four ways, and each meets the drain that transform `drain_hostfuncs` put before it:
 
 * embedding path: inside the wrapper's forward, for the images of its prefill rows (`place`);
-* item scheduling: a few images at a time, for requests that are to join the next step, while a forward runs or between
-  two (`schedule`);
+* item scheduling: a few images at a time, for requests that are to join the next step, while a forward runs (the
+  engine's `encode_ahead`) or between two (`schedule`);
 * prefetch: beside a forward that has been launched, on a side stream, for requests that have no room yet; it is skipped
   while host functions are pending, which is host state, so that all ranks skip alike (`prefetch`);
 * partial hits: whichever way, images in the encoder cache are left out; when all are there, no encoder runs and nothing
@@ -32,6 +32,7 @@ class EncodingStats:
     Attributes:
         images: images encoded, by the way that led to the encoder.
         calls: calls of the encoder.
+        calls_ahead: of these, item scheduling's between the launch of a step and the reading of its tokens.
         prefetch_skipped: prefetches that pending host functions kept from running.
         full_hits: requests whose images the encoder cache all had when they were looked for first.
         partial_hits: requests of which it had some, so that only the rest was encoded.
@@ -39,6 +40,7 @@ class EncodingStats:
 
     images: dict[str, int] = field(default_factory=lambda: {"forward": 0, "schedule": 0, "prefetch": 0})
     calls: int = 0
+    calls_ahead: int = 0
     prefetch_skipped: int = 0
     full_hits: int = 0
     partial_hits: int = 0
@@ -78,7 +80,8 @@ class ImageEncoding:
         Raises:
             ValueError: an image does not fit the encoder, or the prompt has not one placeholder per patch.
         """
-        items = tuple(ImageItem.of(image, self.encoder.num_tokens(image)) for image in images)
+        pinned = self.encoder.projection.weight.is_cuda
+        items = tuple(ImageItem.of(image, self.encoder.num_tokens(image), pinned) for image in images)
         placeholders, needed = prompt.count(self.image_token_id), sum(item.num_tokens for item in items)
         if placeholders != needed:
             raise ValueError(f"the prompt has {placeholders} placeholders, its images need {needed}")
@@ -119,10 +122,17 @@ class ImageEncoding:
 
     # ---------------------------------------------------------------- encoding outside of the forward
 
-    def schedule(self, waiting: Iterable[int]) -> None:
-        """Item scheduling: encode what waiting requests, in order, need next."""
+    def schedule(self, waiting: Iterable[int], ahead: bool = False) -> None:
+        """Item scheduling: encode what waiting requests, in order, need next.
+
+        Args:
+            waiting: their numbers.
+            ahead: a step has been launched whose tokens are not read yet.
+        """
         waiting = list(waiting)
-        self._encode(self._next_items(waiting), "schedule")
+        items = self._next_items(waiting)
+        self.stats.calls_ahead += ahead and bool(items)
+        self._encode(items, "schedule")
         for request_id in waiting:
             self._hold_cached(request_id)
 
@@ -165,8 +175,9 @@ class ImageEncoding:
         self.stats.calls += 1
 
     def _pixels(self, group: Sequence[ImageItem]) -> torch.Tensor:
+        """Pixels on the device. From pinned memory the copy only queues; any other would wait for the whole stream."""
         weight = self.encoder.projection.weight
-        return torch.stack([item.pixels for item in group]).to(device=weight.device, dtype=weight.dtype)
+        return torch.stack([item.pixels.to(weight.device, non_blocking=True) for item in group]).to(weight.dtype)
 
     # ---------------------------------------------------------------- inside the forward
 

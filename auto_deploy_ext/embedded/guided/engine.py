@@ -80,7 +80,11 @@ class GuidedEngine(Engine):
         layer: where host functions run; CUDA's on a CUDA device, else ordered calls.
         graphs: capture decode batches and replay them.
         encode: whether images are encoded inside the forward or scheduled before it.
-        overlap: schedule images for the next step while a forward runs, rather than between two forwards.
+        encode_ahead: schedule and encode what the next step needs after a step has been launched and before its tokens
+            are read, as overlap schedulers do, rather than between two steps. Host functions of the step are pending
+            then: an encoder drains first, and without the transform `drain_hostfuncs` one that holds the GIL hangs.
+            Where none are pending, encoders queue behind the step without a wait. Changes no tokens. With
+            `encode="forward"` nothing is scheduled, so it changes nothing.
         prefetch: encode images of requests that have no room yet beside a forward, on a side stream.
         images_per_step: images encoded per step at most, by scheduling and prefetch each.
         encoder_cache_tokens: features that are kept.
@@ -107,7 +111,7 @@ class GuidedEngine(Engine):
         layer: LaunchLayer | None = None,
         graphs: bool = True,
         encode: Literal["forward", "schedule"] = "schedule",
-        overlap: bool = True,
+        encode_ahead: bool = True,
         prefetch: bool = True,
         images_per_step: int = 2,
         encoder_cache_tokens: int = 4096,
@@ -121,7 +125,7 @@ class GuidedEngine(Engine):
         self.runner = GraphRunner(self.owner)
         self.graphs = graphs
         self.encode = encode
-        self.overlap = overlap
+        self.encode_ahead = encode_ahead
         self.prefetch = prefetch
         self.images: ImageEncoding | None = None
         if isinstance(model, VisionEagleWrapper) and image_token_id is not None:
@@ -275,7 +279,7 @@ class GuidedEngine(Engine):
             if self.encode == "forward" or self.images is None:
                 super()._admit()
             else:
-                if self.slot_allocator.num_free and not (self.overlap and self._running):
+                if self.slot_allocator.num_free and not (self.encode_ahead and self._running):
                     self.images.schedule(self._waiting_ids())
                 ready: deque[tuple[int, Request]] = deque()
                 while self._waiting and self.images.is_encoded(self._waiting[0][0]):
@@ -339,8 +343,8 @@ class GuidedEngine(Engine):
             self.images.end_forward()
         if self.images is not None and self._waiting:
             has_room = self.slot_allocator.num_free > 0
-            if has_room and self.overlap and self.encode == "schedule":
-                self.images.schedule(self._waiting_ids())
+            if has_room and self.encode_ahead and self.encode == "schedule":
+                self.images.schedule(self._waiting_ids(), ahead=True)
             elif self.prefetch:
                 self.images.prefetch(self._waiting_ids())
         self.owner.synchronize()

@@ -16,7 +16,7 @@ class ImageItem:
 
     Attributes:
         key: equal for equal images.
-        pixels: ``[3, height, width]`` on the host.
+        pixels: ``[3, height, width]`` on the host, in pinned memory where the encoder is on a GPU.
         num_tokens: how many placeholders it fills.
     """
 
@@ -25,12 +25,12 @@ class ImageItem:
     num_tokens: int
 
     @classmethod
-    def of(cls, pixels: torch.Tensor, num_tokens: int) -> ImageItem:
+    def of(cls, pixels: torch.Tensor, num_tokens: int, pinned: bool = False) -> ImageItem:
         """An item of an image."""
         host = pixels.detach().cpu().contiguous()
         digest = hashlib.sha256(host.view(torch.uint8).numpy().tobytes())
         digest.update(repr((tuple(host.shape), host.dtype)).encode())
-        return cls(digest.hexdigest(), host, num_tokens)
+        return cls(digest.hexdigest(), host.pin_memory() if pinned else host, num_tokens)
 
 
 class EncoderCache:
