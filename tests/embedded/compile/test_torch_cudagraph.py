@@ -76,8 +76,8 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch) -> Any:
     return double
 
 
-def tokens(pipeline: Any, model: Any = None, length: int = 12, **options: Any) -> list[tuple[int, ...]]:
-    result = generate(model or pipeline.model, pipeline.cm, PROMPTS, length, **options)
+def tokens(pipeline: Any, model: Any = None, length: int = 12, num_prompts: int = 5, **options: Any) -> Any:
+    result = generate(model or pipeline.model, pipeline.cm, PROMPTS[:num_prompts], length, **options)
     return [output.tokens for output in result.outputs]
 
 
@@ -194,11 +194,10 @@ def test_a_batch_near_the_end_of_the_page_table_stays_eager(built: Any) -> None:
 def test_flashinfer_plans_before_every_replay(built: Any, flashinfer: Any) -> None:
     plain = built("torch-simple", backend="flashinfer", dtype="bfloat16")
     captured = captured_copy(plain)
-    expected = tokens(plain, length=6)
-    for _ in range(2):
-        with sanitize(captured.cm.info):
-            assert tokens(captured, length=6) == expected
-    assert stats(captured.model)["replays"] > 4
+    expected = tokens(plain, length=6, num_prompts=2)
+    with sanitize(captured.cm.info):
+        assert tokens(captured, length=6, num_prompts=2) == expected
+    assert stats(captured.model)["replays"] >= 3
 
 
 def test_flashinfer_is_refused_in_a_full_capture(built: Any, flashinfer: Any) -> None:
@@ -211,8 +210,16 @@ def test_flashinfer_is_refused_in_a_full_capture(built: Any, flashinfer: Any) ->
 
 @pytest.mark.parametrize("capture", ["consumers", "full"])
 def test_consumers_that_plan_inside_are_refused(built: Any, capture: str) -> None:
-    with pytest.raises(CaptureError, match=r"target_model.*reads cu_num_pages_host"):
-        captured_copy(built("torch-simple", backend="torch_paged"), capture)
+    pipeline = built("torch-simple")
+    model = copy.deepcopy(pipeline.model)
+    draft = model.draft_model
+    with draft.graph.inserting_before(next(iter(draft.graph.nodes))):
+        mirror = draft.graph.placeholder("cu_seqlen_host")
+    with draft.graph.inserting_before(draft.graph.output_node()):
+        draft.graph.call_function(torch._assert, (draft.graph.call_method("numel", (mirror,)), "planned"))
+    draft.recompile()
+    with pytest.raises(CaptureError, match="draft_model reads cu_seqlen_host"):
+        capture_model(model, pipeline.cm, capture)
 
 
 def test_unknown_backends_are_refused_with_a_suggestion(tmp_path: Path) -> None:
@@ -284,11 +291,11 @@ def test_consumers_stay_annotated_and_checkable(built: Any) -> None:
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_a_copied_wrapper_captures_anew(built: Any, capture: str, how: str) -> None:
     pipeline = built(capture=capture)
-    expected = tokens(pipeline, length=8)
+    expected = tokens(pipeline, length=8, num_prompts=1)
     twin = copy.deepcopy(pipeline.model) if how == "deepcopy" else pickle.loads(pickle.dumps(pipeline.model))
     assert stats(twin) == {"eager": 0, "captures": 0, "replays": 0}
     assert twin.captured_batch_sizes == (1, 2, 4)
-    assert tokens(pipeline, twin, length=8) == expected
+    assert tokens(pipeline, twin, length=8, num_prompts=1) == expected
     assert stats(twin)["captures"] > 0
 
 
@@ -324,7 +331,7 @@ def test_mirrors_on_demand_work_with_captured_consumers(built: Any, flashinfer: 
     captured = captured_copy(plain)
     scope_module(captured.model, captured.cm, ScopeOptions(mode="hooks"))
     assert isinstance(captured.model.forward, HookedForward)
-    assert tokens(captured, length=6) == tokens(plain, length=6)
+    assert tokens(captured, length=6, num_prompts=2) == tokens(plain, length=6, num_prompts=2)
     assert stats(captured.model)["replays"] > 0
 
 
