@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import weakref
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -117,14 +118,15 @@ class _Entry:
     """A captured forward.
 
     Attributes:
-        addresses: what the graph reads where it lies: objects that are replaced, and tensors with their addresses.
+        objects: see `_objects`; not kept alive, so that an interface that is resized does not need memory twice.
+        addresses: parameters, and where they lay.
     """
 
     replay: Callable[[], object]
     tensors: list[torch.Tensor]
     spec: Any
     change: _HostChange
-    objects: list[Any]
+    objects: list[weakref.ref[Any]]
     addresses: list[tuple[torch.Tensor, int]]
 
     def result(self) -> Any:
@@ -263,7 +265,8 @@ class CapturedForward:
         logger.info("captured the forward of %s for %d rows", type(variant.owner).__name__, info.num_sequences)
         tensors, spec = tree_flatten(result)
         replay = self._runner.replayer(number)
-        entry = _Entry(replay, tensors, spec, change, _objects(variant, interface), _addresses(variant, interface))
+        objects = [weakref.ref(found) for found in _objects(variant, interface)]
+        entry = _Entry(replay, tensors, spec, change, objects, _addresses(variant))
         if not self._runner.owner.layer.capture_runs:
             replay()
         return entry
@@ -289,11 +292,12 @@ def _telling_names(variant: Any, buffer: Any) -> tuple[str, ...]:
 
 
 def _objects(variant: Any, interface: Any) -> list[Any]:
-    """What is replaced as a whole when memory that a graph knows moves, or what a graph was captured of changes."""
+    """What is replaced as a whole when memory that a graph knows moves, or when what it was captured of changes."""
     buffer = interface.info._input_buffer
     modules = [variant.owner.get_submodule(path) for path in _consumers_of(variant)]
-    codes = [graph._code for graph in map(wrapped_graph, modules) if graph is not None]
-    return [variant, interface, interface._caches, *buffer._device_regions.values(), *modules, *codes]
+    graphs = [graph for graph in map(wrapped_graph, modules) if graph is not None]
+    memory = (*interface._caches.values(), *buffer._device_regions.values())
+    return [variant, interface, *memory, *modules, *(type(graph).forward for graph in graphs)]
 
 
 def _consumers_of(variant: Any) -> tuple[str, ...]:
@@ -305,7 +309,7 @@ def _consumers_of(variant: Any) -> tuple[str, ...]:
     return known
 
 
-def _addresses(variant: Any, interface: Any) -> list[tuple[torch.Tensor, int]]:
+def _addresses(variant: Any) -> list[tuple[torch.Tensor, int]]:
     """The first and the last parameter: a module that is moved keeps its parameters and changes their memory."""
     parameters = list(variant.owner.parameters())
     return [(parameter, parameter.data_ptr()) for parameter in (*parameters[:1], *parameters[-1:])]
@@ -313,9 +317,5 @@ def _addresses(variant: Any, interface: Any) -> list[tuple[torch.Tensor, int]]:
 
 def _is_current(entry: _Entry, variant: Any, interface: Any) -> bool:
     objects = _objects(variant, interface)
-    same = len(objects) == len(entry.objects) and all(map(_is, objects, entry.objects))
+    same = len(objects) == len(entry.objects) and all(ref() is o for ref, o in zip(entry.objects, objects, strict=True))
     return same and all(tensor.data_ptr() == address for tensor, address in entry.addresses)
-
-
-def _is(a: Any, b: Any) -> bool:
-    return a is b

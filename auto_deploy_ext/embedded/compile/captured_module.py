@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
+import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,7 +58,8 @@ class _Entry:
         replay: launches it.
         result: what it leaves behind.
         code: the generated code of the module that was captured.
-        bound: name, tensor and address of each argument that the graph reads where it lies.
+        bound: name, tensor, address and shape of each argument that the graph reads where it lies; the tensor is not
+            kept alive, so that an interface that is resized does not need memory twice.
         copied: names of the arguments that are copied into memory of the graph's own.
         inputs: that memory.
         plans: for each plan, what it returned when the graph was captured.
@@ -67,7 +69,7 @@ class _Entry:
     replay: Callable[[], object]
     result: Any
     code: Any
-    bound: list[tuple[str, torch.Tensor, int]]
+    bound: list[tuple[str, weakref.ref[torch.Tensor], int, torch.Size]]
     copied: tuple[str, ...]
     inputs: list[torch.Tensor]
     plans: list[Any]
@@ -238,9 +240,9 @@ class CapturedModule(nn.Module):
         """Whether a graph is still one of this module and of these arguments."""
         if entry.code is not self.graph_module._code:
             return False
-        for name, tensor, address in entry.bound:
+        for name, tensor, address, shape in entry.bound:
             given = kwargs[name]
-            if given is not tensor and (given.data_ptr() != address or given.shape != tensor.shape):
+            if given is not tensor() and (given.data_ptr() != address or given.shape != shape):
                 return False
         return True
 
@@ -306,7 +308,7 @@ class CapturedModule(nn.Module):
         self.stats.captures += 1
         logger.info("captured %s for %s", self.name, self._describe(kwargs))
         bound = [
-            (name, value, value.data_ptr())
+            (name, weakref.ref(value), value.data_ptr(), value.shape)
             for name, value in kwargs.items()
             if name in self._interface_names and not name.endswith(HOST_SUFFIX)
         ]
