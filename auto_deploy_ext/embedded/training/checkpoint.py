@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from ..models.custom.modeling_eagle3 import Eagle3Drafter
 from .corpus import DraftVocabulary
@@ -63,6 +63,28 @@ def export(
     os.replace(scratch, directory / WEIGHTS_FILE)
     write_text(directory / CONFIG_FILE, json.dumps(config, indent=2, sort_keys=True) + "\n")
     return (directory / WEIGHTS_FILE).stat().st_size
+
+
+@torch.no_grad()
+def load_weights(directory: Path, drafter: Eagle3Drafter, scale: torch.Tensor) -> None:
+    """Give a drafter in training the weights that `export` wrote.
+
+    Args:
+        directory: Has `model.safetensors`.
+        drafter: Its `fc` takes captured states divided by `scale`.
+        scale: float32 [layers * hidden].
+
+    Raises:
+        ValueError: The head there has other tensors or sizes.
+    """
+    kept = load_file(directory / WEIGHTS_FILE)
+    for name, parameter in drafter.named_parameters():
+        value = kept.get(name)
+        if value is None or value.shape != parameter.shape:
+            found = "nothing" if value is None else list(value.shape)
+            raise ValueError(f"{directory}: {name} should be {list(parameter.shape)}, there is {found}")
+        value = value.to(parameter.device, torch.float32)
+        parameter.copy_(value * scale if name == "fc.weight" else value)
 
 
 def save_state(directory: Path, state: dict[str, Any]) -> None:

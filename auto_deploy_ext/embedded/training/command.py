@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import random
 import sys
 import time
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .arguments import DEFAULT_CONFIG
-from .checkpoint import export, write_text
+from .checkpoint import CONFIG_FILE, WEIGHTS_FILE, export, load_state, load_weights, write_text
 from .corpus import DraftVocabulary, FeatureStore, load_text, save_text, sequences_that_fit
 from .curves import RECORD_FILE, PlotError, plot
 from .evaluate import (
@@ -29,19 +30,19 @@ from .evaluate import (
     sampled_acceptance,
 )
 from .head import TrainedHead, drafter_config, make_drafter
-from .prompts import StartMaker
+from .prompts import Excluded, StartMaker, encode
 from .sampling import Sampler
-from .target import TrainingTarget
+from .target import States, TrainingTarget
 from .trainer import Trainer, TrainingOptions, describe
 
 if TYPE_CHECKING:
     from ..models.factory import ModelFactory
 
 TEXT_FILE = "text.safetensors"
-SAMPLING_SHARE = 0.22
-"""Of the time budget: sampling ends when another round would take it beyond."""
-ENDING_SECONDS = 12.0
+ENDING_SECONDS = 8.0
 """Of the time budget, for the last evaluation and for writing."""
+ROUNDS = 8
+"""Of sampling, at least, where starts are of several kinds: a round is of one."""
 NEW_TOKENS = 64
 """Of a greedy continuation."""
 
@@ -113,6 +114,8 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.output is None:
         raise TrainingError("say where the head is to go: --output DIR")
+    if arguments.init_from is not None and arguments.init_from.resolve() == arguments.output.resolve():
+        raise TrainingError("--output is where --init-from reads: give another directory")
     if arguments.steps is None and arguments.time_budget is None:
         raise TrainingError("say when to end: --time-budget SECONDS or --steps N")
     clock = time.monotonic
@@ -186,16 +189,17 @@ class DraftTraining:
         sizes = f"{self.target.config.model_type}, {sum(p.numel() for p in self.target.model.parameters()):,} weights"
         say(f"target: {sizes}, layers {list(self.target.capture)} captured, on {self.device}")
         self._note("load")
-        text = self._text()
-        held_out = min(arguments.held_out_sequences, max(1, len(text) // 8))
-        self.held_out, trained = text[-held_out:], text[:-held_out]
+        self.prompts = read_prompts(arguments.held_out)
+        text, counted, states = self._text()
+        trained, held_out = self._split(text)
+        self.held_out, self.held_out_counted = text[held_out], counted[held_out]
         self.vocabulary = DraftVocabulary.most_frequent(
-            trained, self.target.vocab_size, arguments.draft_vocab, self.device
+            text[trained], self.target.vocab_size, arguments.draft_vocab, self.device, counted[trained]
         )
-        share = self.vocabulary.share(self.held_out)
+        share = self.vocabulary.share(self.held_out[self.held_out_counted])
         say(f"draft vocabulary: {len(self.vocabulary.tokens):,} tokens, {share:.2%} of held-out text")
         self._note("sampling")
-        self.trainer = self._trainer(trained)
+        self.trainer = self._trainer(text, counted, trained, states)
         self.continuations = self._continuations()
         self._note("states")
         return self._train()
@@ -205,8 +209,11 @@ class DraftTraining:
 
     # ---------------------------------------------------------------- text
 
-    def _text(self) -> torch.Tensor:
-        """The sampled text, int32 [sequences, length]: the kept one when resuming, else a new one."""
+    def _text(self) -> tuple[torch.Tensor, torch.Tensor, list[States] | None]:
+        """The sampled text, int32 [sequences, length], which of its tokens count, and its states.
+
+        When resuming it is the kept one, whose states are to be computed again.
+        """
         arguments, say = self.arguments, self.reporter.say
         path = self.work / TEXT_FILE
         about = {
@@ -214,62 +221,99 @@ class DraftTraining:
             "length": str(arguments.sequence_length),
             "seed": str(arguments.seed),
             "chat_share": str(arguments.chat_share),
+            "general_share": str(arguments.general_share),
         }
         if path.is_file():
             if not arguments.resume:
                 raise TrainingError(f"{self.work} keeps an earlier run: give --resume, or another --work-dir")
-            text = load_text(path, about)
+            text, counted = load_text(path, about)
             say(f"text: {text.numel():,} tokens kept in {path}")
-            return text
-        text = self._sample()
-        save_text(path, text, about)
-        return text
+            return text, counted, None
+        text, counted, states = self._sample()
+        save_text(path, text, counted, about)
+        return text, counted, states
 
-    def _sample(self) -> torch.Tensor:
+    def _sample(self) -> tuple[torch.Tensor, torch.Tensor, list[States]]:
         arguments, say = self.arguments, self.reporter.say
         length = arguments.sequence_length
         fitting = sequences_that_fit(self.target, length)
         wanted = arguments.sequences if fitting is None else min(arguments.sequences, fitting)
+        starts = StartMaker(self.tokenizer, self.target.vocab_size, arguments.chat_share, arguments.general_share)
         rows = min(arguments.sample_rows or (8192 if self.device.type == "cuda" else 64), wanted)
+        if len(starts.shares) > 1:
+            rows = min(rows, -(-wanted // ROUNDS))
+        self.sample_rows = rows
         say(f"sampling at most {wanted:,} sequences of {length} tokens, {rows:,} side by side; {fitting} would fit")
-        starts = StartMaker(self.tokenizer, self.target.vocab_size, arguments.chat_share)
         sampler = Sampler(self.target, starts, length, arguments.seed)
-        budget = None if arguments.time_budget is None else arguments.time_budget * SAMPLING_SHARE
+        budget = None if arguments.time_budget is None else arguments.time_budget * arguments.sampling_share
         self.reporter.start("sampling", wanted * length)
-        rounds: list[torch.Tensor] = []
+        texts: list[torch.Tensor] = []
+        counted: list[torch.Tensor] = []
+        states: list[States] = []
         began, longest = self.clock(), 0.0
-        while len(rounds) * rows < wanted:
+        while len(texts) * rows < wanted:
             before = self.clock()
-            rounds.append(sampler.round(len(rounds), rows, self.reporter.advance))
+            written = sampler.round(len(texts), rows, self.reporter.advance)
+            texts.append(written.tokens.to(torch.int32).cpu())
+            counted.append(written.counted.cpu())
+            assert written.states is not None
+            states.append(written.states)
             longest = max(longest, self.clock() - before)
             if budget is not None and self.clock() - began + longest > budget:
                 break
-        text = torch.cat(rounds)[:wanted]
+        text = torch.cat(texts)[:wanted]
         spent = self.clock() - began
         say(f"sampled {text.numel():,} tokens in {spent:.1f} s, {text.numel() / spent:,.0f} tokens/s")
-        self._show(text)
-        return text
+        for part in texts[:6]:
+            self._show(part)
+        return text, torch.cat(counted)[:wanted], states
+
+    def _split(self, text: torch.Tensor) -> tuple[list[int], list[int]]:
+        """Which sequences are trained on and which are held out; those that resemble a held-out prompt are neither."""
+        prompts = [
+            [byte % self.target.vocab_size for byte in prompt.encode()]
+            if self.tokenizer is None
+            else encode(self.tokenizer, prompt)
+            for _, prompt in self.prompts
+        ]
+        excluded = Excluded(prompts)(text, self.device)
+        order = (~excluded).nonzero()[:, 0].tolist()
+        self.reporter.say(f"left out {int(excluded.sum()):,} sequences that hold most of a held-out prompt")
+        random.Random(f"{self.arguments.seed}:held out").shuffle(order)
+        held_out = min(self.arguments.held_out_sequences, max(1, len(order) // 8))
+        return sorted(order[held_out:]), sorted(order[:held_out])
 
     def _show(self, text: torch.Tensor) -> None:
         """A few beginnings of sampled text, so that a reader sees what was trained on."""
         if self.tokenizer is not None:
-            for row in text[:4]:
+            for row in text[:2]:
                 self.reporter.say(repr(self.tokenizer.decode(row[:100].tolist())))
 
     # ---------------------------------------------------------------- states and trainer
 
-    def _trainer(self, text: torch.Tensor) -> Trainer:
+    def _trainer(
+        self, text: torch.Tensor, counted: torch.Tensor, trained: list[int], states: list[States] | None
+    ) -> Trainer:
         arguments, say = self.arguments, self.reporter.say
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-            fitting = sequences_that_fit(self.target, text.shape[1])
-            text = text[:fitting]
-        rows = arguments.feature_rows or (256 if self.device.type == "cuda" else 8)
-        self.reporter.start("states", text.numel())
-        store = FeatureStore(self.target, text, rows, progress=self.reporter.advance)
+        if states is None:
+            rows = arguments.feature_rows or (256 if self.device.type == "cuda" else 8)
+            self.reporter.start("states", text.numel())
+        else:
+            rows = self.sample_rows
+        kept = load_state(self.work, self.device) if arguments.resume else None
+        scale = None if kept is None else kept["scale"]
+        store = FeatureStore(self.target, text, rows, counted, trained, states, scale, self.reporter.advance)
         say(f"states of {text.numel():,} tokens take {store.nbytes / 2**30:.1f} GiB")
-        config = drafter_config(self.target, len(self.vocabulary.tokens), arguments.intermediate_size)
+        intermediate_size = arguments.intermediate_size
+        if arguments.init_from is not None:
+            intermediate_size = json.loads((arguments.init_from / CONFIG_FILE).read_text())["intermediate_size"]
+        config = drafter_config(self.target, len(self.vocabulary.tokens), intermediate_size)
         drafter = make_drafter(config, self.target, arguments.seed)
+        if arguments.init_from is not None:
+            load_weights(arguments.init_from, drafter, store.scale)
+            say(f"starts with the weights of {arguments.init_from}")
         head = TrainedHead(drafter, self.target, self.vocabulary, arguments.draft_steps)
         options = TrainingOptions(
             batch_sequences=min(arguments.batch_sequences, len(store)),
@@ -284,6 +328,7 @@ class DraftTraining:
             "draft_vocab": str(len(self.vocabulary.tokens)),
             "intermediate_size": str(config.intermediate_size),
             "capture": str(self.target.capture),
+            "init_from": str(arguments.init_from),
         }
         trainer = Trainer(head, store, options, self.work, fingerprint)
         if arguments.resume and trainer.resume():
@@ -291,7 +336,7 @@ class DraftTraining:
         return trainer
 
     def _continuations(self) -> list[Continuation]:
-        prompts = prompt_tokens(self.tokenizer, read_prompts(self.arguments.held_out), self.target.vocab_size)
+        prompts = prompt_tokens(self.tokenizer, self.prompts, self.target.vocab_size)
         end = getattr(self.tokenizer, "eos_token_id", None)
         beyond = self.arguments.draft_steps + 2
         return continue_greedily(self.target, prompts, NEW_TOKENS, beyond, end)
@@ -314,6 +359,8 @@ class DraftTraining:
                 told[0] = self.clock()
                 say(f"{note}, {entry['tokens_per_second']:,} tokens/s, {entry['planned_steps']} planned")
 
+        if arguments.init_from is not None and trainer.step == 0:
+            self._pause()
         trainer.run(deadline, on_log, self._pause, arguments.checkpoint_seconds, self.clock)
         self._note("training")
         acceptance = self._pause()
@@ -334,21 +381,32 @@ class DraftTraining:
             kind: Acceptance.of(
                 [a for row, c in zip(accepted, self.continuations, strict=True) if c.kind == kind for a in row],
                 head.steps,
-            ).to_json()
+            )
             for kind in sorted({c.kind for c in self.continuations})
         }
-        sampled = sampled_acceptance(head, self.held_out, scale, min(trainer.options.batch_sequences, 64))
-        say(f"step {trainer.step}: acceptance length on prompts {greedy}")
-        say(f"step {trainer.step}: acceptance length on held-out sampled text {sampled}")
-        trainer.evaluations.append(
-            {"step": trainer.step, "greedy": greedy.to_json(), "by_kind": kinds, "sampled": sampled.to_json()}
+        sampled = sampled_acceptance(
+            head, self.held_out, self.held_out_counted, scale, min(trainer.options.batch_sequences, 64)
         )
-        nbytes = export(self.output, head.drafter, self.vocabulary, scale, self.target.capture)
+        say(f"step {trainer.step}: acceptance length on prompts {greedy}")
+        for kind, some in kinds.items():
+            say(f"step {trainer.step}: on {kind} prompts {some}")
+        say(f"step {trainer.step}: acceptance length on held-out sampled text {sampled}")
+        best = max((entry["sampled"]["length"] for entry in trainer.evaluations), default=0.0)
+        trainer.evaluations.append(
+            {
+                "step": trainer.step,
+                "greedy": greedy.to_json(),
+                "by_kind": {kind: some.to_json() for kind, some in kinds.items()},
+                "sampled": sampled.to_json(),
+            }
+        )
+        if sampled.length >= best or not (self.output / WEIGHTS_FILE).is_file():
+            export(self.output, head.drafter, self.vocabulary, scale, self.target.capture)
         trainer.save()
-        write_text(self.output / RECORD_FILE, json.dumps(self._record(nbytes), indent=1) + "\n")
+        write_text(self.output / RECORD_FILE, json.dumps(self._record(), indent=1) + "\n")
         return greedy
 
-    def _record(self, nbytes: int) -> dict[str, Any]:
+    def _record(self) -> dict[str, Any]:
         trainer = self.trainer
         device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else platform.machine()
         arguments = {
@@ -356,15 +414,27 @@ class DraftTraining:
             for key, value in vars(self.arguments).items()
             if isinstance(value, (str, int, float, bool, Path))
         }
+        written = max(trainer.evaluations, key=lambda entry: (entry["sampled"]["length"], entry["step"]))
         return {
             "command": arguments,
             "device": device,
             "versions": {"torch": torch.__version__, "python": platform.python_version()},
             "seconds": self.timings | {"total": round(self.clock() - self.began, 2)},
             "text_tokens": trainer.store.text.numel(),
-            "draft_vocabulary_share": round(self.vocabulary.share(self.held_out), 5),
-            "weights_bytes": nbytes,
+            "sequences": {"trained": len(trainer.store), "held_out": len(self.held_out)},
+            "draft_vocabulary_share": round(self.vocabulary.share(self.held_out[self.held_out_counted]), 5),
+            "weights_bytes": (self.output / WEIGHTS_FILE).stat().st_size,
+            "written_step": written["step"],
             "options": asdict(replace(trainer.options, steps=trainer.step)),
             "history": trainer.history,
             "evaluations": trainer.evaluations,
+            "earlier_runs": self._earlier_runs(),
         }
+
+    def _earlier_runs(self) -> list[dict[str, Any]]:
+        """The records of the runs that made the weights which this one started with, the oldest first."""
+        start: Path | None = self.arguments.init_from
+        if start is None or not (start / RECORD_FILE).is_file():
+            return []
+        record = json.loads((start / RECORD_FILE).read_text(encoding="utf-8"))
+        return [*record.pop("earlier_runs", []), record]

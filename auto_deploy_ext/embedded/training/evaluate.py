@@ -12,7 +12,7 @@ import torch
 
 from .corpus import batch_of
 from .head import TrainedHead
-from .prompts import Start, chat_prompt, encode
+from .prompts import PLAIN, Start, chat_prompt, encode
 from .sampling import Rows, write
 from .target import TrainingTarget
 
@@ -111,11 +111,11 @@ def continue_greedily(
     end_token: int | None,
 ) -> list[Continuation]:
     """Let the target continue prompts; `beyond` further tokens are what the last drafts are compared with."""
-    starts = [Start(tuple(tokens), False) for _, tokens in prompts]
+    starts = [Start(tuple(tokens), PLAIN) for _, tokens in prompts]
     rows = Rows.of(starts, [0.0] * len(starts), "greedy", target.device)
     rows.stirs.zero_()
     length = max(len(start.tokens) for start in starts) + new_tokens + beyond
-    text = write(target, rows, None, length, 0).tolist()
+    text = write(target, rows, None, length, 0).tokens.tolist()
     found = []
     for (kind, prompt), row in zip(prompts, text, strict=True):
         end = len(prompt) + new_tokens
@@ -154,15 +154,31 @@ def greedy_acceptance(head: TrainedHead, continuations: Sequence[Continuation], 
 
 
 def sampled_acceptance(
-    head: TrainedHead, text: torch.Tensor, scale: torch.Tensor, rows: int, skip: int = 16
+    head: TrainedHead, text: torch.Tensor, counted: torch.Tensor, scale: torch.Tensor, rows: int
 ) -> Acceptance:
-    """Acceptance on sampled sequences, int [sequences, length]; right is a draft that is the target's likeliest."""
+    """Acceptance on sampled sequences; right is a draft that is the target's likeliest.
+
+    Args:
+        head: What drafts.
+        text: int [sequences, length].
+        counted: bool [sequences, length], tokens that drafts are made for.
+        scale: See `FeatureStore`.
+        rows: Sequences at a time.
+    """
     accepted: list[int] = []
-    for part in text.split(rows):
+    for part, wanted in zip(text.split(rows), counted.split(rows), strict=True):
         matches = head.matches(batch_of(head.target, part, scale)).cpu()
-        for row in range(matches.shape[1]):
-            accepted += walk(matches[:, row], min(skip, matches.shape[2] - 1), matches.shape[2])
+        for row, flags in enumerate(wanted.tolist()):
+            for first, end in runs(flags):
+                accepted += walk(matches[:, row], max(0, first - 1), end - 1)
     return Acceptance.of(accepted, head.steps)
+
+
+def runs(flags: Sequence[bool]) -> list[tuple[int, int]]:
+    """Where flags are set: (first, end) of each run, the end exclusive."""
+    padded = [False, *flags, False]
+    edges = [index for index in range(len(flags) + 1) if padded[index] != padded[index + 1]]
+    return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def _parts(items: Sequence[Continuation], size: int) -> list[Sequence[Continuation]]:

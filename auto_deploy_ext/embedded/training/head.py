@@ -90,8 +90,8 @@ class TrainedHead:
 
     @torch.no_grad()
     def teacher(self, batch: Batch) -> torch.Tensor:
-        """The target's distribution over the draft vocabulary, [batch, length, draft vocabulary]."""
-        return F.linear(batch.last, self.rows).softmax(dim=-1, dtype=torch.float32).to(self.rows.dtype)
+        """The head's mean row under the target's distribution over the draft vocabulary, [batch, length, hidden]."""
+        return F.linear(batch.last, self.rows).softmax(dim=-1) @ self.rows
 
     @torch.no_grad()
     def matches(self, batch: Batch) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 LOGIT_ROWS = 1 << 15
-"""Rows whose logits are held in float32 at a time."""
+"""Rows whose logits are held at a time."""
 
 
 class _Distillation(torch.autograd.Function):
@@ -26,25 +26,20 @@ class _Distillation(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         flat = states.detach().flatten(0, -2).to(head.dtype)
         labels, weights = labels.flatten(), weights.flatten()
-        rows_per_batch = max(1, LOGIT_ROWS // states.shape[1])
-        gradient = torch.empty_like(flat)
+        wanted = soft_share * teacher.flatten(0, -2).float()
+        wanted += (1 - soft_share) * head[labels.clamp_min(0)].float()
+        gradient = torch.empty(flat.shape, dtype=torch.float32, device=flat.device)
         loss = torch.zeros((), dtype=torch.float32, device=flat.device)
         guesses = torch.empty_like(labels)
-        for first in range(0, states.shape[0], rows_per_batch):
-            part = slice(first * states.shape[1], (first + rows_per_batch) * states.shape[1])
-            soft = teacher[first : first + rows_per_batch].reshape(-1, teacher.shape[-1])
-            logits = F.linear(flat[part], head).float()
-            label = labels[part].clamp_min(0)[:, None]
-            normaliser = logits.logsumexp(dim=-1)
-            expected = soft_share * (logits * soft).sum(dim=-1)
-            expected += (1 - soft_share) * logits.gather(1, label)[:, 0]
+        for first in range(0, len(flat), LOGIT_ROWS):
+            part = slice(first, first + LOGIT_ROWS)
+            logits = F.linear(flat[part], head)
+            likeliest, guesses[part] = logits.max(dim=-1)
+            probabilities = logits.softmax(dim=-1)
+            normaliser = likeliest.float() - probabilities.amax(dim=-1).float().log()
+            expected = (flat[part].float() * wanted[part]).sum(dim=-1)
             loss += ((normaliser - expected) * weights[part]).sum()
-            guesses[part] = logits.argmax(dim=-1)
-            slope = logits.sub_(normaliser[:, None]).exp_()
-            slope.add_(soft, alpha=-soft_share)
-            slope.scatter_add_(1, label, torch.full_like(label, soft_share - 1, dtype=slope.dtype))
-            slope.mul_(weights[part][:, None])
-            gradient[part] = slope.to(head.dtype) @ head
+            gradient[part] = (probabilities @ head).float().sub_(wanted[part]).mul_(weights[part][:, None])
         ctx.save_for_backward(gradient.view(states.shape))
         ctx.mark_non_differentiable(guesses)
         return loss, guesses.view(states.shape[:-1])
@@ -52,7 +47,7 @@ class _Distillation(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        return gradient.float() * gradients[0], None, None, None, None, None
+        return gradient * gradients[0], None, None, None, None, None
 
 
 def distillation_loss(
@@ -65,12 +60,13 @@ def distillation_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cross-entropy against a mixture of the teacher's distribution and its likeliest token.
 
-    The first teaches more per token, the second is what greedy acceptance asks for.
+    The first teaches more per token, the second is what greedy acceptance asks for. Logits are linear in the head's
+    rows, so a distribution's mean row says all that the loss needs of it, and the logits are read three times only.
 
     Args:
         states: [batch, bases, hidden], normed.
         head: [draft vocabulary, hidden]; gets no gradient.
-        teacher: [batch, bases, draft vocabulary] probabilities, any strides.
+        teacher: [batch, bases, hidden], the head's mean row under the teacher's distribution; any strides.
         labels: int64 [batch, bases] draft tokens; what stands at weight 0 does not matter.
         weights: float32 [batch, bases].
         soft_share: The teacher's distribution's share, 0 to 1.

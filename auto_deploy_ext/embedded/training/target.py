@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,6 +43,17 @@ class KeyValueCache:
         keys[:, :, self.length : end] = key
         values[:, :, self.length : end] = value
         return keys[:, :, :end], values[:, :, :end]
+
+    def repeated(self, rows: int, capacity: int) -> KeyValueCache:
+        """A larger cache, all of whose rows begin with this one's single row."""
+        cache = KeyValueCache(rows, capacity, self.dtype, self.device)
+        cache.length = self.length
+        for layer, parts in self._layers.items():
+            first, second = (cache._allocate(part) for part in parts)
+            for part, whole in zip(parts, (first, second), strict=True):
+                whole[:, :, : self.length] = part[:, :, : self.length]
+            cache._layers[layer] = (first, second)
+        return cache
 
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:
         shape = (self.rows, like.shape[1], self.capacity, like.shape[3])
@@ -116,6 +128,38 @@ def stable_attention_kernels(device: torch.device) -> Any:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+
+
+@dataclass(frozen=True)
+class States:
+    """What the target computes on texts.
+
+    Attributes:
+        captured: [rows, length, layers * hidden], the captured layers' outputs.
+        last: [rows, length, hidden] normed last states.
+        labels: int32 [rows, length], the likeliest next token.
+    """
+
+    captured: torch.Tensor
+    last: torch.Tensor
+    labels: torch.Tensor
+
+    @classmethod
+    def empty(cls, target: TrainingTarget, rows: int, length: int) -> States:
+        """Memory for the states, to be filled index by index."""
+        options: dict[str, Any] = {"device": target.device}
+        width = target.hidden_size
+        return cls(
+            torch.empty(rows, length, len(target.capture) * width, dtype=target.dtype, **options),
+            torch.empty(rows, length, width, dtype=target.dtype, **options),
+            torch.empty(rows, length, dtype=torch.int32, **options),
+        )
+
+    def put(self, index: int, captured: torch.Tensor, last: torch.Tensor, labels: torch.Tensor) -> None:
+        """The states of one index, of all rows or of one that stands for all."""
+        self.captured[:, index] = captured
+        self.last[:, index] = last
+        self.labels[:, index] = labels
 
 
 class TrainingTarget:
@@ -201,6 +245,12 @@ class TrainingTarget:
             The captured layers' outputs side by side, [batch, sequence, layers * hidden], and the normed last state
             [batch, sequence, hidden], which the head is applied to.
         """
+        with self._capturing() as captured:
+            last = self._states(tokens)
+        return torch.cat([captured[index] for index in self.capture], dim=-1), last
+
+    @contextmanager
+    def _capturing(self) -> Iterator[dict[int, torch.Tensor]]:
         captured: dict[int, torch.Tensor] = {}
 
         def keep(index: int) -> Any:
@@ -211,14 +261,13 @@ class TrainingTarget:
 
         handles = [self.layers[index].register_forward_hook(keep(index)) for index in self.capture]
         try:
-            last = self._states(tokens)
+            yield captured
         finally:
             for handle in handles:
                 handle.remove()
-        return torch.cat([captured[index] for index in self.capture], dim=-1), last
 
     @torch.no_grad()
-    def next_states(self, tokens: torch.Tensor, cache: KeyValueCache) -> torch.Tensor:
+    def next_states(self, tokens: torch.Tensor, cache: KeyValueCache) -> tuple[torch.Tensor, torch.Tensor]:
         """Run one more token of every row.
 
         Args:
@@ -226,10 +275,10 @@ class TrainingTarget:
             cache: What came before; it grows by the token.
 
         Returns:
-            The normed last state [rows, hidden].
+            The captured layers' outputs [rows, layers * hidden] and the normed last state [rows, hidden].
         """
         positions = torch.full((tokens.shape[0], 1), cache.length, dtype=torch.int64, device=tokens.device)
-        with _appending_to(cache):
+        with _appending_to(cache), self._capturing() as captured:
             output = self.body(input_ids=tokens[:, None], position_ids=positions, use_cache=False)
         cache.length += 1
-        return output.last_hidden_state[:, 0]
+        return torch.cat([captured[index] for index in self.capture], dim=-1)[:, 0], output.last_hidden_state[:, 0]

@@ -32,6 +32,7 @@ class TrainingOptions:
         clip: Largest norm of a gradient.
         step_decay: Weight of a draft step over that of the step before.
         unreached: Weight of a draft behind a wrong one, over that of one that inference reaches.
+        uncounted: Weight of a token that no draft is made for (a user's, the template's).
         soft_share: Share of the teacher's distribution in the loss, at the start and at the end.
         steps: Steps in all, or None: as many as the time allows.
         seed: Of the batches' order.
@@ -40,13 +41,14 @@ class TrainingOptions:
 
     batch_sequences: int
     learning_rate: float = LEARNING_RATE
-    final_share: float = 0.02
+    final_share: float = 0.005
     warmup_steps: int = 100
     weight_decay: float = 0.01
     clip: float = 1.0
     step_decay: float = 0.85
     unreached: float = 0.15
-    soft_share: tuple[float, float] = (0.8, 0.3)
+    uncounted: float = 0.1
+    soft_share: tuple[float, float] = (0.7, 0.2)
     steps: int | None = None
     seed: int = 0
     log_every: int = LOG_EVERY
@@ -158,6 +160,7 @@ class Trainer:
         states = head.states(batch)
         teacher = head.teacher(batch)
         draft_labels = head.vocabulary.index[batch.labels]
+        counted = options.uncounted + (1 - options.uncounted) * batch.counted
         reached = torch.ones(states[0].shape[:2], device=states[0].device)
         # A first position's state is like no other's, and no draft starts there unless a prompt is one token.
         reached[:, 0] = 0
@@ -167,7 +170,8 @@ class Trainer:
         for step, state in enumerate(states):
             labels = head.shifted(draft_labels, step)
             known = (labels >= 0).float()
-            weights = known * (options.unreached + (1 - options.unreached) * reached) * options.step_decay**step
+            weights = known * head.shifted(counted, step)
+            weights = weights * (options.unreached + (1 - options.unreached) * reached) * options.step_decay**step
             weights[:, 0] = 0
             weights = weights / weights.numel()
             loss, guesses = distillation_loss(
@@ -176,7 +180,8 @@ class Trainer:
             total = total + loss
             weight = weight + weights.sum()
             accepted = reached * (guesses == labels)
-            counts.append(torch.stack([reached.sum(), accepted.sum()]))
+            shown = head.shifted(batch.counted, step)
+            counts.append(torch.stack([(reached * shown).sum(), (accepted * shown).sum()]))
             reached = accepted
         return total / weight, torch.stack(counts)
 

@@ -1,6 +1,7 @@
 """The training forward is the inference forward, and a head trained for the tiny target is accepted as simulated."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,14 @@ from auto_deploy_ext.embedded.config import load_config
 from auto_deploy_ext.embedded.generation import generate
 from auto_deploy_ext.embedded.models.factory import ModelFactoryRegistry
 from auto_deploy_ext.embedded.pipeline import Pipeline, build_pipeline
-from auto_deploy_ext.embedded.training.corpus import DraftVocabulary, FeatureStore, batch_of
-from auto_deploy_ext.embedded.training.evaluate import continue_greedily, greedy_acceptance
+from auto_deploy_ext.embedded.training import seeds
+from auto_deploy_ext.embedded.training.corpus import DraftVocabulary, FeatureStore, batch_of, states_of
+from auto_deploy_ext.embedded.training.evaluate import continue_greedily, greedy_acceptance, read_prompts, runs
 from auto_deploy_ext.embedded.training.head import TrainedHead, drafter_config, make_drafter
 from auto_deploy_ext.embedded.training.loss import distillation_loss
 from auto_deploy_ext.embedded.training.multi_step import MultiStepForward
-from auto_deploy_ext.embedded.training.prompts import ChatTemplate, Start
-from auto_deploy_ext.embedded.training.sampling import ANSWER, USER, Rows, _Turns, write
+from auto_deploy_ext.embedded.training.prompts import ANSWER, PLAIN, USER, ChatTemplate, Excluded, Start
+from auto_deploy_ext.embedded.training.sampling import Rows, _Turns, write
 from auto_deploy_ext.embedded.training.target import TrainingTarget
 from auto_deploy_ext.embedded.training.trainer import Trainer, TrainingOptions, describe
 
@@ -122,7 +124,8 @@ def test_training_raises_acceptance_and_the_engine_accepts_as_many_as_simulated(
     continuations = continue_greedily(target, [("plain", prompt) for prompt in prompts], 32, STEPS + 2, None)
     head = head_of(pipeline, target)
     simulated = greedy_acceptance(head, continuations, torch.ones(3 * target.hidden_size))
-    result = generate(pipeline.model, pipeline.cm, prompts, 32)
+    model: Any = pipeline.model
+    result = generate(model, pipeline.cm, prompts, 32)
     for continuation, prompt, output in zip(continuations, prompts, result.outputs, strict=True):
         assert continuation.tokens[len(prompt) :][:32] == list(output.tokens)
     # The engine does not verify a draft that comes with the last token, and cuts drafts off there.
@@ -184,43 +187,144 @@ def test_the_losss_gradient_is_autograds() -> None:
     generator = torch.Generator().manual_seed(2)
     states = torch.randn(3, 4, 8, generator=generator, requires_grad=True)
     head = torch.randn(11, 8, generator=generator)
-    teacher = torch.randn(3, 4, 11, generator=generator).softmax(dim=-1)
+    probabilities = torch.randn(3, 4, 11, generator=generator).softmax(dim=-1)
     labels = torch.randint(0, 11, (3, 4), generator=generator)
     weights = torch.rand(3, 4, generator=generator)
-    loss, guesses = distillation_loss(states, head, teacher, labels, weights, 0.3)
+    loss, guesses = distillation_loss(states, head, probabilities @ head, labels, weights, 0.3)
     (gradient,) = torch.autograd.grad(loss, states)
-    mixture = 0.3 * teacher + 0.7 * torch.nn.functional.one_hot(labels, 11)
+    mixture = 0.3 * probabilities + 0.7 * torch.nn.functional.one_hot(labels, 11)
     expected = (-(mixture * (states @ head.T).log_softmax(dim=-1)).sum(dim=-1) * weights).sum()
     torch.testing.assert_close(loss, expected.detach())
     torch.testing.assert_close(gradient, torch.autograd.grad(expected, states)[0])
     assert torch.equal(guesses, (states @ head.T).argmax(dim=-1))
 
 
-def test_greedy_rows_are_what_the_uncached_model_says(target: TrainingTarget) -> None:
-    starts = [Start((5, 6, 7), False), Start((9,), False)]
+def test_greedy_rows_and_their_states_are_the_uncached_models(target: TrainingTarget) -> None:
+    starts = [Start((5, 6, 7, 8), PLAIN), Start((5, 6, 9), PLAIN)]
     rows = Rows.of(starts, [0.0, 0.0], "x", target.device)
     rows.stirs.zero_()
-    text = write(target, rows, None, 24, 0)
-    labels = batch_of(target, text, torch.ones(3 * target.hidden_size)).labels
+    assert rows.shared() == 2
+    written = write(target, rows, None, 24, 0, keep_states=True)
+    text, states = written.tokens, states_of(target, written.tokens)
     for row, start in enumerate(starts):
         first = len(start.tokens)
         assert text[row, :first].tolist() == list(start.tokens)
-        assert text[row, first:].tolist() == labels[row, first - 1 : -1].tolist()
+        assert text[row, first:].tolist() == states.labels[row, first - 1 : -1].tolist()
+        assert written.counted[row].tolist() == [False] * first + [True] * (24 - first)
+    assert written.states is not None and torch.equal(written.states.labels, states.labels)
+    torch.testing.assert_close(written.states.captured, states.captured, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(written.states.last, states.last, rtol=1e-4, atol=1e-4)
+
+
+def test_noise_is_drawn_wherever_a_temperature_is_not_zero(target: TrainingTarget) -> None:
+    chat = ChatTemplate((1, 2), (30, 31), (32, 33), follow_ups=((5,), (6, 7)))
+    starts = [Start((1, 2), USER), Start((1, 2, 3, 30, 31), ANSWER), Start((4,), PLAIN), Start((5, 6), PLAIN)]
+    rows = Rows.of(starts, [0.0, 0.7, 0.0, 0.7], "x", target.device)
+    noisy, turns = rows.noisy(130), _Turns(rows, chat, target.vocab_size)
+    generator = torch.Generator().manual_seed(1)
+    seen = set()
+    for index in range(1, 130):
+        free = (turns.place < 0) & (index >= rows.start_lengths)
+        # A user turn behind a greedy answer is greedy.
+        later = (turns.role == USER) & (rows.temperatures == 0) & (index >= rows.start_lengths + rows.user_caps)
+        wanted = set((free & (turns.temperature() > 0) & ~later).nonzero()[:, 0].tolist())
+        assert wanted <= set(noisy[index].tolist())
+        seen |= {(row, row in noisy[index].tolist()) for row in range(4)}
+        turns.settle(torch.randint(0, 40, (4,), generator=generator), index)
+    assert {(0, False), (0, True), (2, False), (2, True)} <= seen
 
 
 def test_template_tokens_are_forced_between_turns() -> None:
-    chat = ChatTemplate(before_user=(1, 2), after_user=(50, 51, 52), after_answer=(60, 61))
-    rows = Rows.of([Start((1, 2), True)], [0.0], "x", torch.device("cpu"))
+    chat = ChatTemplate((1, 2), (50, 51, 52), (60, 61), sentence_ends=(19,), follow_ups=((70,),))
+    rows = Rows.of([Start((1, 2), USER)], [0.0], "x", torch.device("cpu"))
     rows.user_caps.fill_(3)
-    turns = _Turns(rows, chat)
-    sampled = [9, 10, 11, 12, 13, 14, 15, 60, 16, 17, 50, 18, 19, 20]
-    roles, text = [], [1]
+    rows.one_sentence.fill_(True)
+    turns = _Turns(rows, chat, 80)
+    sampled = [9, 10, 11, 12, 13, 14, 15, 60, 16, 17, 19, 18, 20, 21, 22]
+    roles, text, counted = [], [1], [False]
     for index, token in enumerate(sampled, start=1):
         roles.append(int(turns.role[0]))
         text.append(int(turns.settle(torch.tensor([token]), index)[0]))
-    #            start, user's until the cap, then forced, answer with its end, forced, user's with its own end, forced
-    assert text == [1, 2, 10, 11, 50, 51, 52, 15, 60, 61, 17, 50, 51, 52, 20]
-    assert roles[:3] == [USER] * 3 and roles[6] == ANSWER and roles[9] == USER and roles[13] == ANSWER
+        counted.append(bool(turns.counted[0]))
+    #      start, user's until the cap, then forced, answer with its end, forced, a sentence of the user, forced, answer
+    assert text == [1, 2, 10, 11, 50, 51, 52, 15, 60, 61, 70, 19, 50, 51, 52, 22]
+    assert roles[:3] == [USER] * 3 and roles[6] == ANSWER and roles[10] == USER and roles[14] == ANSWER
+    assert [index for index, flag in enumerate(counted) if flag] == [7, 8, 15]
+    assert runs(counted) == [(7, 9), (15, 16)]
+
+
+PROMPTS = Path(__file__).parents[3] / "benchmarks" / "data" / "smollm2_prompts.json"
+HELD_OUT_SUBJECTS = [
+    "weather",
+    "climate",
+    "sleeping",
+    "lighthouse",
+    "phases",
+    "tomato",
+    "largest even",
+    "romeo",
+    "juliet",
+    "bicycle",
+    "landlord",
+    "heating",
+    "have rings",
+    "saturn",
+    "harbour",
+    "fishing boat",
+    "photosynthesis",
+    "fibonacci",
+    "astronaut",
+    "1969",
+    "teaspoon of salt",
+    "cups of flour",
+    "musical instrument",
+    "clockmaker",
+    "database",
+    "portugal",
+    "lisbon",
+    "norway",
+    "shape the landscape",
+    "erosion",
+]
+
+
+def test_no_seed_is_like_a_held_out_prompt() -> None:
+    fields = (seeds.CHAT_STEMS, seeds.CHAT_FRAMES, seeds.CODE_FRAMES, seeds.CODE_TASKS, seeds.SUBJECTS)
+    everything = [
+        line for lines in (*fields, seeds.PLAIN_FRAMES, seeds.PLAIN_STEMS, seeds.CODE_STEMS) for line in lines
+    ]
+    assert len(everything) > 1000 and len(set(seeds.SUBJECTS)) == len(seeds.SUBJECTS)
+    for line in everything:
+        assert not [subject for subject in HELD_OUT_SUBJECTS if subject in line.lower()], line
+    prompts = [prompt.lower() for _, prompt in read_prompts(PROMPTS)]
+    covered = [any(subject in prompt for subject in HELD_OUT_SUBJECTS) for prompt in prompts]
+    assert len(prompts) == 20 and all(covered)
+    generator = random.Random(1)
+    drawn = [draw(generator) for draw in (seeds.chat_turn, seeds.plain_start, seeds.chat_stem) for _ in range(300)]
+    assert len(set(drawn)) > 600 and not any(prompt in text.lower() for text in drawn for prompt in prompts)
+
+
+def test_sequences_with_most_of_a_held_out_prompt_are_left_out() -> None:
+    excluded = Excluded([[*range(100, 112)], [7, 8, 9]])
+    text = torch.zeros(5, 20, dtype=torch.int32)
+    text[1, 3:11] = torch.arange(102, 110)
+    text[2, 3:10] = torch.arange(102, 109)
+    text[3, 17:] = torch.tensor([7, 8, 9])
+    text[4, 17:] = torch.tensor([7, 9, 8])
+    assert excluded(text, torch.device("cpu"), 2).tolist() == [False, True, False, True, False]
+
+
+def test_a_second_run_starts_with_the_first_ones_weights(config: Path, trained: Path, tmp_path: Path) -> None:
+    again = ["train-draft", "--config", str(config), *SIZES, "--init-from", str(trained)]
+    assert main([*again, "--steps", "4", "--output", str(tmp_path / "second")]) == 0
+    first, second = (json.loads((path / "training.json").read_text()) for path in (trained, tmp_path / "second"))
+    assert second["evaluations"][0]["step"] == 0
+    assert second["evaluations"][0]["sampled"]["length"] > 0.9 * first["evaluations"][-1]["sampled"]["length"]
+    assert second["evaluations"][0]["greedy"]["length"] > 1.2
+    assert [run["command"]["seed"] for run in second["earlier_runs"]] == [27]
+    best = max(entry["sampled"]["length"] for entry in second["evaluations"])
+    written = {entry["step"]: entry["sampled"]["length"] for entry in second["evaluations"]}[second["written_step"]]
+    assert written == best
 
 
 def test_bases_leave_room_for_all_steps(target: TrainingTarget) -> None:
