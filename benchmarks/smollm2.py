@@ -264,6 +264,7 @@ def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="eagle3_smollm2")
+    parser.add_argument("--model", metavar="SPEC", help="another place of the target than the config's")
     parser.add_argument("--head", metavar="DIR", help="another head than the config's")
     parser.add_argument("--parts", nargs="+", choices=("equality", "speed"), default=["equality", "speed"])
     parser.add_argument("--device", default="cpu")
@@ -294,6 +295,8 @@ def main() -> int:
     arguments = parse_arguments()
     console = Console() if sys.stdout.isatty() else Console(width=160)
     overrides: dict[str, Any] = {"device": arguments.device, "dtype": arguments.dtype}
+    if arguments.model:
+        overrides["model"] = arguments.model
     if arguments.head:
         overrides["speculative_config.speculative_model"] = arguments.head
     source = ModelSource(arguments.config, overrides)

@@ -181,8 +181,8 @@ def _attend_row_by_row(
         allowed = None
         if length > 1:
             allowed = torch.ones(length, total, dtype=torch.bool).tril(past)
-        heads_first = (x.to(q.dtype).transpose(0, 1).unsqueeze(0) for x in (flat_q[tokens], keys, values))
-        attended = scaled_dot_product_attention(*heads_first, attn_mask=allowed, scale=scale, enable_gqa=True)
+        query, key, value = (x.to(q.dtype).transpose(0, 1).unsqueeze(0) for x in (flat_q[tokens], keys, values))
+        attended = scaled_dot_product_attention(query, key, value, attn_mask=allowed, scale=scale, enable_gqa=True)
         flat_out[tokens] = attended[0].transpose(0, 1)
 
 
@@ -229,8 +229,8 @@ def torch_cached_attention(
     if num_tokens == 0:
         return out
     if q.device.type == "cpu":
-        rows = [tensor[:num_rows].tolist() for tensor in (cu_seqlen, seq_len, input_pos, slot_idx)]
-        _attend_row_by_row(q, k, v, k_cache, v_cache, scale, out, list(zip(*rows, strict=True)))
+        columns = [tensor[:num_rows].tolist() for tensor in (cu_seqlen, seq_len, input_pos, slot_idx)]
+        _attend_row_by_row(q, k, v, k_cache, v_cache, scale, out, list(zip(*columns, strict=True)))
         return out
     flat_q, flat_k, flat_v, flat_out = (x.flatten(0, 1) for x in (q, k, v, out))
     starts = cu_seqlen[:num_rows].long()
