@@ -310,7 +310,8 @@ class InputBuffer:
         view = views.get(name)
         if view is None:
             spec = self._field(name)
-            view = regions[spec.region][spec.offset : spec.offset + spec.nbytes].view(spec.dtype)
+            with torch.inference_mode(False):  # kept, and written outside of inference mode too
+                view = regions[spec.region][spec.offset : spec.offset + spec.nbytes].view(spec.dtype)
             if type(view) is torch.Tensor:  # while an orchestrator is traced, it is a fake one
                 views[name] = view
         return view
