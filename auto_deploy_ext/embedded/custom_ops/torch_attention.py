@@ -136,8 +136,8 @@ def register_with_transformers() -> None:
 
 def batch_counts(batch_info_host: torch.Tensor) -> tuple[int, int, int, int, int, int]:
     """Read num_prefill, num_prefill_tokens, num_extend, num_extend_tokens, num_decode, num_decode_tokens."""
-    counts = batch_info_host[:6].tolist()
-    return counts[0], counts[1], counts[2], counts[3], counts[4], counts[5]
+    prefill, prefill_tokens, extend, extend_tokens, decode, decode_tokens, *_ = batch_info_host.tolist()
+    return prefill, prefill_tokens, extend, extend_tokens, decode, decode_tokens
 
 
 def _row_groups(batch_info_host: torch.Tensor) -> Iterator[tuple[int, int, int, int]]:

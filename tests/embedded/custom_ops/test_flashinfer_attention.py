@@ -173,12 +173,38 @@ def test_a_graph_that_is_replayed_for_another_batch_is_an_error() -> None:
 
 
 def test_a_plan_of_another_layout_than_the_captured_one_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = extend_batch()
     with plan_for_graph("a"):
-        plan(batch)
+        plan(extend_batch())
         monkeypatch.setattr(double._Module, "plan", lambda *args: [6, 2, 99])
         with pytest.raises(RuntimeError, match="another layout"):
-            plan(batch)
+            plan(extend_batch(past=9))
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_batch_with_the_tokens_and_pages_of_the_last_one_is_not_planned_again(graph: bool) -> None:
+    # Of pages of 4 tokens: rows of 8 tokens, of 7, of 9 and of 8 again; what is read of the last page follows them.
+    for past, again in ((5, 1), (4, 1), (6, 2), (5, 3)):
+        batch = extend_batch(past=past, seed=past)
+        if graph:
+            with plan_for_graph("a"):
+                table = plan(batch)
+        else:
+            table = plan(batch)
+        assert torch.equal(attend(batch, table)[0], batch.reference(0.3)[0])
+        assert len(double.calls) == again + graph
+        with plan_for_graph("another"):  # between two plans of this one
+            plan(extend_batch(past=past, rows=3))
+        double.calls[:] = [call for call in double.calls if call[2] == 2]
+
+
+def test_a_failed_plan_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch, other = extend_batch(), extend_batch(past=9)
+    plan(batch)
+    with monkeypatch.context() as broken:
+        broken.setattr(double._Module, "plan", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            plan(other)
+    assert torch.equal(attend(other, plan(other))[0], other.reference(0.3)[0])
 
 
 def test_a_freed_graphs_wrapper_is_let_go() -> None:
