@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 
 from auto_deploy_ext.effects import MUTATIONS, MutationSpec, buffer_of, mirror_of
@@ -89,6 +90,11 @@ def before_host_write(info: Any) -> None:
 def host_view(info: Any, name: str) -> torch.Tensor:
     """Return a mirror to write, `[capacity]`, without waiting for any copy; see `before_host_write`."""
     return mirrors_of(info).host_view(name)
+
+
+def host_array(info: Any, name: str) -> np.ndarray:
+    """Return the memory of `host_view` as an array."""
+    return mirrors_of(info).host_array(name)
 
 
 def observers(info: Any) -> list[Observer]:
@@ -230,6 +236,10 @@ class VersionedMirrors:
     def host_view(self, name: str) -> torch.Tensor:
         """See `host_view`."""
         return self._buffer.get_host_memory(buffer_of(name))
+
+    def host_array(self, name: str) -> np.ndarray:
+        """See `host_array`."""
+        return self._buffer.get_host_array(buffer_of(name))
 
     @property
     def observers(self) -> list[Observer]:

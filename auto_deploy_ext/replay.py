@@ -1,18 +1,23 @@
-"""Replay: a metadata mutation's arithmetic repeated on host mirrors, and the operands that travel there for it."""
+"""Replay: a metadata mutation's arithmetic repeated on host mirrors, and the operands that travel there for it.
+
+The arithmetic is that of `metadata_arithmetic`, here in NumPy: for some rows of a batch, a call of torch takes several
+times as long as one of NumPy.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from auto_deploy_ext import host_mirrors, sanitizer
-from auto_deploy_ext import metadata_arithmetic as arithmetic
 from auto_deploy_ext.effects import POOL_SUFFIX
 from auto_deploy_ext.mirrors import Transfer
 
 _PAGE_TABLE = ("cache_loc", "cu_num_pages", "last_page_len")
+_SIDES = ("", "_host")
 
 #: a stream per device that operands travel on, beside whatever the device is busy with.
 _side_streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -99,17 +104,21 @@ def replay(info: Any, mutation: str, before: dict[str, int], operand: Callable[[
             their arithmetic reads were fresh then.
         operand: gives the mutation's operand, `[n]` int32 on the host; it may wait.
     """
-    written = {name for name, version in device_versions(info, tuple(before)).items() if version != before[name]}
-    idle = {name for name in written if not _is_moved(info, name)}
-    moved = sorted(written - idle)
+    known = host_mirrors.mirrors_of(info).device_version
+    written = [name for name, version in before.items() if known.get(name, 0) != version]
+    moved = _moved(info, written)
     with sanitizer.unpoisoned(info._input_buffer):
         if moved:
             # All new values first: they follow from the old ones.
-            values = ARITHMETIC[mutation](_Mirrors(info), moved, operand)
+            mirrors = _Mirrors(info)
+            values, starts = ARITHMETIC[mutation](mirrors, moved, operand), mirrors.starts
             host_mirrors.before_host_write(info)
             for name in moved:
-                host_mirrors.host_view(info, name)[: values[name].numel()].copy_(values[name])
-        host_mirrors.mark_fresh(info, sorted(written))
+                value = values[name]
+                if value is not None:
+                    start = starts.get(name, 0)
+                    host_mirrors.host_array(info, name)[start : start + value.size] = value
+        host_mirrors.mark_fresh(info, written)
 
 
 def _split_pool(name: str) -> tuple[str, str]:
@@ -118,13 +127,20 @@ def _split_pool(name: str) -> tuple[str, str]:
     return (name, "") if pool is None else (name[: pool.start()], pool.group())
 
 
-def _is_moved(info: Any, name: str) -> bool:
-    """Whether a mutation that writes a buffer does so: a page table is only adjusted if part of it is active."""
-    base, suffix = _split_pool(name)
-    if base not in _PAGE_TABLE:
-        return True
-    active = {*info._active_args, *getattr(info, "_active_host_prep_args", ())}
-    return any(table + suffix + side in active for table in _PAGE_TABLE for side in ("", "_host"))
+def _moved(info: Any, written: list[str]) -> list[str]:
+    """What a mutation that writes some buffers does change: a page table only if part of it is active."""
+    moved: list[str] = []
+    tables: dict[str, bool] = {}
+    for name in written:
+        base, suffix = _split_pool(name)
+        if base in _PAGE_TABLE:
+            if suffix not in tables:
+                active = (*info._active_args, *getattr(info, "_active_host_prep_args", ()))
+                tables[suffix] = any(table + suffix + side in active for table in _PAGE_TABLE for side in _SIDES)
+            if not tables[suffix]:
+                continue
+        moved.append(name)
+    return moved
 
 
 class _Mirrors:
@@ -134,13 +150,15 @@ class _Mirrors:
         self._info = info
         self.num_sequences = int(info.batch_info.get_total_num_sequences())
         self.tokens_per_block = int(info.tokens_per_block)
+        #: where new values begin, if not at the mirror's beginning.
+        self.starts: dict[str, int] = {}
 
-    def whole(self, name: str) -> torch.Tensor:
+    def whole(self, name: str) -> np.ndarray:
         """A mirror, `[capacity]`."""
         sanitizer.check_old_value(self._info._input_buffer, name)
-        return host_mirrors.host_view(self._info, name)
+        return host_mirrors.host_array(self._info, name)
 
-    def rows(self, name: str, extra: int = 0) -> torch.Tensor:
+    def rows(self, name: str, extra: int = 0) -> np.ndarray:
         """A mirror's entries for the batch's sequences, `[n + extra]`."""
         return self.whole(name)[: self.num_sequences + extra]
 
@@ -148,40 +166,39 @@ class _Mirrors:
         """Elements in use."""
         return int(self._info._input_buffer.get_current_length(name))
 
-    def boundaries(self) -> torch.Tensor:
-        """`cu_seqlen`, `[n + 1]`."""
-        return self.rows("cu_seqlen", 1)
+
+#: new arrays; None: as it was.
+Values = dict[str, np.ndarray | None]
+Operand = Callable[[], torch.Tensor]
 
 
-Values = dict[str, torch.Tensor]
-
-
-def _switched(mirrors: _Mirrors, names: list[str], operand: Callable[[], torch.Tensor]) -> Values:
-    """The arithmetic of `switch_to_generate_`."""
+def _switched(mirrors: _Mirrors, names: list[str], operand: Operand) -> Values:
+    """The arithmetic of `switch_to_generate_`; see `metadata_arithmetic.generate_batch`."""
     values: Values = {}
-    if not {"input_pos", "position_ids", "use_initial_states"}.isdisjoint(names):
-        positions = arithmetic.last_positions(mirrors.rows("input_pos"), mirrors.rows("seq_len"))
+    if "input_pos" in names or "position_ids" in names or "use_initial_states" in names:
+        positions = mirrors.rows("input_pos") + mirrors.rows("seq_len") - 1
         values |= {"input_pos": positions, "position_ids": positions, "use_initial_states": positions > 0}
     if "input_ids" in names:
-        values["input_ids"] = arithmetic.last_tokens(mirrors.whole("input_ids"), mirrors.boundaries())
+        tokens, ends = mirrors.whole("input_ids"), mirrors.rows("cu_seqlen", 1)[1:]
+        values["input_ids"] = tokens[np.minimum(np.maximum(ends - 1, 0), tokens.size - 1)]
     if "cu_seqlen" in names:
-        values["cu_seqlen"] = arithmetic.single_token_boundaries(mirrors.num_sequences)
+        values["cu_seqlen"] = np.arange(mirrors.num_sequences + 1, dtype=np.int32)
     if "seq_len" in names:
-        values["seq_len"] = torch.ones(mirrors.num_sequences, dtype=torch.int32)
+        values["seq_len"] = np.ones(mirrors.num_sequences, dtype=np.int32)
     return values
 
 
-def _offset(mirrors: _Mirrors, names: list[str], operand: Callable[[], torch.Tensor]) -> Values:
+def _offset(mirrors: _Mirrors, names: list[str], operand: Operand) -> Values:
     """The arithmetic of `offset_pos_and_cache_`."""
-    offset = operand()
+    offset = operand().numpy()
     values: Values = {}
-    if not {"input_pos", "use_initial_states"}.isdisjoint(names):
+    if "input_pos" in names or "use_initial_states" in names:
         positions = mirrors.rows("input_pos") + offset
         values |= {"input_pos": positions, "use_initial_states": positions > 0}
     if "position_ids" in names:
         tokens = mirrors.length("position_ids")
-        per_token = arithmetic.offset_per_token(offset, mirrors.boundaries(), tokens)
-        values["position_ids"] = mirrors.whole("position_ids")[:tokens] + per_token
+        boundaries = mirrors.rows("cu_seqlen", 1)
+        values["position_ids"] = mirrors.whole("position_ids")[:tokens] + _per_token(offset, boundaries, tokens)
     for name in names:
         base, suffix = _split_pool(name)
         if base == "seq_len_with_cache":
@@ -191,32 +208,69 @@ def _offset(mirrors: _Mirrors, names: list[str], operand: Callable[[], torch.Ten
     return values
 
 
-def _offset_pages(mirrors: _Mirrors, suffix: str, offset: torch.Tensor, names: list[str]) -> Values:
+def _per_token(offset: np.ndarray, boundaries: np.ndarray, tokens: int) -> np.ndarray:
+    """See `metadata_arithmetic.offset_per_token`."""
+    if tokens == offset.size:
+        return offset
+    owner = np.searchsorted(boundaries[1:], np.arange(tokens, dtype=boundaries.dtype), side="right")
+    return offset[np.minimum(owner, offset.size - 1)]
+
+
+def _offset_pages(mirrors: _Mirrors, suffix: str, offset: np.ndarray, names: list[str]) -> Values:
     """A pool's page table, as far as it is asked for; the mirrors of the rest may be stale."""
-    last_page_len = mirrors.rows("last_page_len" + suffix)
-    ends, change = arithmetic.offset_page_ends(last_page_len, offset, mirrors.tokens_per_block)
-    values = {"last_page_len" + suffix: ends}
+    size = mirrors.tokens_per_block
+    ends = mirrors.rows("last_page_len" + suffix) + offset
+    # Rows that go on in a page more, and rows that lose one: few, mostly none.
+    more, less = ends > size, ends < 1
+    values: Values = {"last_page_len" + suffix: ends}
+    changes = bool(more.any() or less.any())
+    if changes:
+        change = more.astype(np.int32) - less
+        ends -= change * size
     if "cu_num_pages" + suffix in names:
         boundaries = mirrors.rows("cu_num_pages" + suffix, 1)
-        values["cu_num_pages" + suffix] = arithmetic.offset_page_boundaries(boundaries, change)
+        values["cu_num_pages" + suffix] = None
+        if changes:
+            moved = boundaries.copy()
+            moved[1:] += np.cumsum(change, dtype=np.int32)
+            values["cu_num_pages" + suffix] = moved
     if "cache_loc" + suffix in names:
+        name = "cache_loc" + suffix
         boundaries = mirrors.rows("cu_num_pages" + suffix, 1)
-        pages = mirrors.whole("cache_loc" + suffix)
-        # As far as the device's own table may have grown: by a page per sequence.
-        bound = max(mirrors.length("cache_loc" + suffix), int(boundaries[-1]) + mirrors.num_sequences)
-        values["cache_loc" + suffix] = arithmetic.offset_page_table(
-            pages[: min(bound, pages.shape[0])],
-            boundaries,
-            last_page_len,
-            mirrors.rows("extra_page_per_seq" + suffix),
-            offset,
-            mirrors.tokens_per_block,
-        ).cache_loc
+        pages = mirrors.whole(name)
+        extra = mirrors.rows("extra_page_per_seq" + suffix)
+        # As far as the device's own table may have grown, by a page per sequence, it is filled with the last extra one.
+        used = int(boundaries[-1])
+        bound = min(max(mirrors.length(name), used + mirrors.num_sequences), pages.size)
+        if changes:
+            values[name] = _moved_pages(pages, boundaries, extra, change, bound)
+        else:
+            values[name] = np.full(max(bound - used, 0), extra[-1])
+            mirrors.starts[name] = used
     return values
 
 
+def _moved_pages(
+    pages: np.ndarray, boundaries: np.ndarray, extra: np.ndarray, change: np.ndarray, bound: int
+) -> np.ndarray:
+    """`[bound]`: each row's pages, without the last one or with its extra one where `change` says so."""
+    pieces, start, used = [], 0, int(boundaries[-1])
+    last = extra.size - 1
+    for row in np.flatnonzero(change).tolist():
+        end = int(boundaries[row + 1])
+        if change[row] > 0:
+            pieces += [pages[start:end], extra[row : row + 1]]
+        else:
+            # Behind the last row's pages the one that it loses stays, uncounted.
+            pieces.append(pages[start : end if row == last else max(end - 1, start)])
+        start = end
+    pieces.append(pages[start:used])
+    pieces.append(np.full(max(bound - sum(piece.size for piece in pieces), 0), extra[-1]))
+    return np.concatenate(pieces)[:bound]
+
+
 #: by mutation: `(mirrors, names, operand) -> new values`, at least those of `names`.
-ARITHMETIC: dict[str, Callable[[_Mirrors, list[str], Callable[[], torch.Tensor]], Values]] = {
+ARITHMETIC: dict[str, Callable[[_Mirrors, list[str], Operand], Values]] = {
     "switch_to_generate_": _switched,
     "offset_pos_and_cache_": _offset,
 }

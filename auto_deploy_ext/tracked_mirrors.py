@@ -18,6 +18,7 @@ from functools import lru_cache
 from types import FrameType
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from auto_deploy_ext.copy_memory import LandingPool
@@ -207,6 +208,10 @@ class TrackedMirrors:
     def host_view(self, name: str) -> torch.Tensor:
         """Return a mirror, `[capacity]`."""
         return self._buffer.get_host_view(buffer_of(name))
+
+    def host_array(self, name: str) -> np.ndarray:
+        """Return a mirror, `[capacity]`, as an array."""
+        return self.host_view(name).numpy()
 
     # Moving.
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from ...copy_memory import LandingPool, StagingRing
@@ -175,6 +176,7 @@ class InputBuffer:
         #: views of whole tensors that were asked for: making one takes longer than launching a kernel.
         self._device_views: dict[str, torch.Tensor] = {}
         self._mirror_views: dict[str, torch.Tensor] = {}
+        self._mirror_arrays: dict[str, np.ndarray] = {}
         self._lengths: dict[str, int] = {}
         self.device_version: dict[str, int] = {}
         self.mirror_version: dict[str, int] = {}
@@ -195,7 +197,7 @@ class InputBuffer:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave views out: a copy's would have memory of their own."""
-        return {**self.__dict__, "_device_views": {}, "_mirror_views": {}}
+        return {**self.__dict__, "_device_views": {}, "_mirror_views": {}, "_mirror_arrays": {}}
 
     # Layout.
 
@@ -213,6 +215,7 @@ class InputBuffer:
         self.layout += 1
         self._device_views.clear()
         self._mirror_views.clear()
+        self._mirror_arrays.clear()
 
     def _add_field(self, spec: _Field) -> None:
         if spec.name in self._fields:
@@ -333,6 +336,16 @@ class InputBuffer:
         """Return what :meth:`get_host_view` returns, without waiting for any copy."""
         view = self._whole_view(self._mirror_views, self._mirror_regions, name)
         return view[: self._lengths[name]] if truncate else view
+
+    def get_host_array(self, name: str) -> np.ndarray:
+        """Return the memory of :meth:`get_host_memory`, ``[capacity]``, as an array."""
+        array = self._mirror_arrays.get(name)
+        if array is None:
+            view = self.get_host_memory(name)
+            array = view.numpy()
+            if name in self._mirror_views:
+                self._mirror_arrays[name] = array
+        return array
 
     # Versions.
 
