@@ -6,11 +6,29 @@ verifies four tokens would so cost twice what a step of one token costs.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
 
+
+class _Packed(NamedTuple):
+    """A packed weight, and what the weight was then: its memory (which is not kept alive), its version, the rows."""
+
+    memory: StorageWeakRef
+    version: int
+    tokens: int
+    value: torch.Tensor
+
+    def is_of(self, weight: torch.Tensor, tokens: int) -> bool:
+        """Whether the weight has neither been written nor been given other memory, as `nn.Module.to` does."""
+        same = self.memory.cdata == weight.untyped_storage()._cdata
+        return same and self.version == weight._version and self.tokens == tokens
+
+
 _packed: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""From a weight to its version when it was packed, the rows it was packed for, and the packed tensor."""
+"""From a weight to its `_Packed`."""
 
 torch.library.define("auto_deploy_ext::packed_linear", "(Tensor x, Tensor weight, Tensor? bias, int tokens) -> Tensor")
 
@@ -24,20 +42,26 @@ def is_available() -> bool:
 def packed_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tokens: int) -> torch.Tensor:
     """Compute ``x @ weight.T + bias``; the weight is packed by the first call, and again after it was written.
 
+    Writing through ``weight.data`` is not noticed, as torch does not count that.
+
     Args:
         x: [..., in] float32 on the CPU, any number of rows.
-        weight: [out, in] float32; stays as it is, so packing takes as much memory again.
+        weight: [out, in] float32; stays as it is, so packing takes as much memory again. Not packed if it was made in
+            inference mode, where torch counts no writes.
         bias: [out] or None.
         tokens: The number of rows to pack for; other numbers work, too.
 
     Returns:
         [..., out].
     """
+    if weight.is_inference():
+        return torch.nn.functional.linear(x, weight, bias)
     entry = _packed.get(weight)
-    if entry is None or entry[0] != weight._version or entry[1] != tokens:
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), tokens)
-        entry = _packed[weight] = (weight._version, tokens, packed)
-    return torch.ops.mkldnn._linear_pointwise(x, entry[2], bias, "none", [], "")
+    if entry is None or not entry.is_of(weight, tokens):
+        value = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), tokens)
+        entry = _Packed(StorageWeakRef(weight.untyped_storage()), weight._version, tokens, value)
+        _packed[weight] = entry
+    return torch.ops.mkldnn._linear_pointwise(x, entry.value, bias, "none", [], "")
 
 
 @torch.library.register_fake("auto_deploy_ext::packed_linear")

@@ -37,6 +37,26 @@ def test_a_weight_that_is_written_is_packed_anew_and_one_that_is_gone_is_forgott
     assert len(packed_linear._packed) == before - 1
 
 
+def test_a_weight_that_is_given_other_memory_is_packed_anew():
+    x, layer = torch.ones(3, 8), torch.nn.Linear(8, 5, bias=False)
+    with torch.no_grad():
+        for value in (1.0, 2.0, 3.0):
+            layer.weight.data = torch.full((5, 8), value)
+            assert torch.equal(OP(x, layer.weight, None, 3), torch.full((3, 5), 8 * value))
+        layer.weight.fill_(1 / 3)
+        OP(x, layer.weight, None, 3)
+        layer.to(torch.bfloat16).to(torch.float32)
+        assert torch.equal(OP(x, layer.weight, None, 3), torch.full((3, 5), 8 * float(torch.tensor(1 / 3).bfloat16())))
+
+
+def test_a_weight_of_inference_mode_is_used_as_it_is():
+    with torch.inference_mode():
+        weight = torch.ones(5, 8)
+        assert torch.equal(OP(torch.ones(3, 8), weight, None, 3), torch.full((3, 5), 8.0))
+        weight.mul_(2.0)
+        assert torch.equal(OP(torch.ones(3, 8), weight, None, 3), torch.full((3, 5), 16.0))
+
+
 def test_the_transform_replaces_every_linear_layer_and_the_tokens_stay():
     limits = {"model_kwargs.num_hidden_layers": 1, "speculative_config.eagle3_layers_to_capture": [0]}
     limits |= {"speculative_model_kwargs.num_captured_layers": 1}
