@@ -75,6 +75,15 @@ def test_equal_distributions_accept_every_draft():
     assert torch.equal(verify(torch.cat([probs, probs[:, :1]], dim=1), probs, drafted)[:, :2], drafted)
 
 
+def test_a_draft_is_kept_where_rounding_leaves_nothing_to_replace_it_with():
+    """Rounding may leave q above p at the draft and equal to it elsewhere; here far more than rounding would."""
+    torch.manual_seed(6)
+    target, draft = torch.tensor([0.0, 0.25, 0.5]).expand(200, 1, -1), torch.tensor([0.0, 0.25, 1.0]).expand(200, 1, -1)
+    drafted = torch.full((200, 1), 2)
+    tokens = verify(torch.cat([target, target], dim=1), draft, drafted)
+    assert torch.equal(tokens[:, 0], drafted[:, 0].int())
+
+
 # ---------------------------------------------------------------- the wrapper
 
 SIZES = {

@@ -49,9 +49,9 @@ def verify(target: torch.Tensor, draft: torch.Tensor, drafted: torch.Tensor) -> 
     verified = target[:, : drafted.shape[1]]
     p = verified.gather(2, drafted.unsqueeze(2)).squeeze(2)
     q = draft.gather(2, drafted.unsqueeze(2)).squeeze(2)
-    accepted = torch.rand_like(p) * q < p
     rest = torch.clamp(verified - draft, min=0.0)
-    # All of it is 0 only where q equals p, and there nothing is rejected.
+    # All of the rest is 0 only where q equals p up to rounding: then there is nothing else to draw.
+    accepted = (torch.rand_like(p) * q < p) | (rest.amax(dim=-1) == 0)
     replaced = draw(torch.cat([rest, target[:, drafted.shape[1] :]], dim=1))
     kept = torch.where(accepted, drafted.to(torch.int32), replaced[:, : drafted.shape[1]])
     return torch.cat([kept, replaced[:, drafted.shape[1] :]], dim=1)
