@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..tokenizer import TOKENIZER_FILES
 from .arguments import DEFAULT_CONFIG
 from .checkpoint import CONFIG_FILE, WEIGHTS_FILE, export, load_state, load_weights, write_text
 from .corpus import DraftVocabulary, FeatureStore, load_text, save_text, sequences_that_fit
@@ -43,6 +44,7 @@ ENDING_SECONDS = 8.0
 """Of the time budget, for the last evaluation and for writing."""
 ROUNDS = 8
 """Of sampling, at least, where starts are of several kinds: a round is of one."""
+LAYERS_FIELD = "eagle3_layers_to_capture"
 NEW_TOKENS = 64
 """Of a greedy continuation."""
 
@@ -128,31 +130,30 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def load_target(arguments: argparse.Namespace, device: torch.device) -> tuple[TrainingTarget, Any]:
-    """The target in bfloat16 on a GPU and float32 elsewhere, and its tokenizer or None."""
+    """The target in bfloat16 on a GPU and float32 elsewhere, and its tokenizer, or None where it comes without one."""
     from ..models.factory import ModelFactoryRegistry
+    from ..models.sources import resolve_source
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     factory: ModelFactory
     tokenizer: Any = None
-    directory: str | None = None
-    if arguments.model is not None:
-        from ..models.sources import resolve_source
-
-        directory = str(resolve_source(arguments.model).directory)
-    else:
+    spec: str | None = arguments.model
+    layers: list[int] | None = None
+    if spec is None:
         from ..config import load_config
 
         config = load_config(arguments.config or DEFAULT_CONFIG)
         factory = ModelFactoryRegistry.get(config.model_factory).from_config(config)
-        directory = factory.model
-    speculative = {"decoding_type": "Eagle3", "max_draft_len": arguments.draft_steps}
-    if directory is not None:
+        spec, layers = factory.model, factory.speculative_config.get(LAYERS_FIELD)
+    speculative = {"decoding_type": "Eagle3", "max_draft_len": arguments.draft_steps, LAYERS_FIELD: layers}
+    if spec is not None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        with suppress(OSError, ValueError):
+        directory = resolve_source(spec).directory
+        if any((directory / name).is_file() for name in TOKENIZER_FILES):
             tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
         model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, dtype=dtype)
-        factory = ModelFactoryRegistry.get("AutoModelForCausalLM")(directory, speculative_config=speculative)
+        factory = ModelFactoryRegistry.get("AutoModelForCausalLM")(str(directory), speculative_config=speculative)
     else:
         factory.speculative_config = speculative
         built: Any = factory
@@ -188,6 +189,8 @@ class DraftTraining:
         self.target, self.tokenizer = load_target(arguments, self.device)
         sizes = f"{self.target.config.model_type}, {sum(p.numel() for p in self.target.model.parameters()):,} weights"
         say(f"target: {sizes}, layers {list(self.target.capture)} captured, on {self.device}")
+        if self.tokenizer is None:
+            say("the target has no tokenizer: texts start with random tokens, and prompts are their bytes")
         self._note("load")
         self.prompts = read_prompts(arguments.held_out)
         text, counted, states = self._text()

@@ -1,5 +1,6 @@
 """The training forward is the inference forward, and a head trained for the tiny target is accepted as simulated."""
 
+import argparse
 import json
 import random
 from pathlib import Path
@@ -12,8 +13,11 @@ from auto_deploy_ext.cli import main
 from auto_deploy_ext.embedded.config import load_config
 from auto_deploy_ext.embedded.generation import generate
 from auto_deploy_ext.embedded.models.factory import ModelFactoryRegistry
+from auto_deploy_ext.embedded.models.gguf_cache import CACHE_VARIABLE
 from auto_deploy_ext.embedded.pipeline import Pipeline, build_pipeline
 from auto_deploy_ext.embedded.training import seeds
+from auto_deploy_ext.embedded.training.arguments import add_arguments
+from auto_deploy_ext.embedded.training.command import load_target
 from auto_deploy_ext.embedded.training.corpus import DraftVocabulary, FeatureStore, batch_of, states_of
 from auto_deploy_ext.embedded.training.evaluate import continue_greedily, greedy_acceptance, read_prompts, runs
 from auto_deploy_ext.embedded.training.head import TrainedHead, drafter_config, make_drafter
@@ -23,6 +27,7 @@ from auto_deploy_ext.embedded.training.prompts import ANSWER, PLAIN, USER, ChatT
 from auto_deploy_ext.embedded.training.sampling import Rows, _Turns, write
 from auto_deploy_ext.embedded.training.target import TrainingTarget
 from auto_deploy_ext.embedded.training.trainer import Trainer, TrainingOptions, describe
+from tests.embedded.models.tiny_gguf import write_gguf
 
 STEPS = 4
 CONFIG = """
@@ -325,6 +330,24 @@ def test_a_second_run_starts_with_the_first_ones_weights(config: Path, trained: 
     best = max(entry["sampled"]["length"] for entry in second["evaluations"])
     written = {entry["step"]: entry["sampled"]["length"] for entry in second["evaluations"]}[second["written_step"]]
     assert written == best
+
+
+def test_a_configs_target_may_be_a_gguf_file_and_its_layers_are_trained_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    write_gguf(tmp_path / "tiny.gguf")
+    path = tmp_path / "tiny.yaml"
+    path.write_text(
+        f"model: {tmp_path / 'tiny.gguf'}\n"
+        "speculative_config: {decoding_type: Eagle3, max_draft_len: 2, eagle3_layers_to_capture: [1]}\n"
+    )
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    found, tokenizer = load_target(parser.parse_args(["--config", str(path)]), torch.device("cpu"))
+    assert found.capture == (1,)
+    assert found.vocab_size == 260
+    assert tokenizer.decode(tokenizer("hello").input_ids) == "hello"
 
 
 def test_bases_leave_room_for_all_steps(target: TrainingTarget) -> None:
