@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
 
 _PREFILL, _PREFILL_TOKENS, _EXTEND, _EXTEND_TOKENS, _DECODE, _DECODE_TOKENS = range(6)
@@ -37,6 +39,12 @@ class BatchInfo:
                 "pass what BatchInfo.serialize() returned"
             )
         self._batch_info_host = batch_info_host
+        #: the tensor's memory, made at the first use: an element of an array is read in a tenth of the time.
+        self._array: np.ndarray | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the array out: a copy's would have memory of its own."""
+        return {**self.__dict__, "_array": None}
 
     def __repr__(self) -> str:
         """Name the six counts."""
@@ -55,10 +63,15 @@ class BatchInfo:
         """
         if len(batch_info) != 6:
             raise ValueError(f"BatchInfo.update takes the six counts, got {len(batch_info)} values")
-        self._batch_info_host[:6] = torch.tensor([int(v) for v in batch_info], dtype=self._batch_info_host.dtype)
+        self._values()[:6] = [int(v) for v in batch_info]
+
+    def _values(self) -> np.ndarray:
+        if self._array is None:
+            self._array = self._batch_info_host.numpy()
+        return self._array
 
     def _counts(self) -> list[int]:
-        return self._batch_info_host.tolist()[:6]
+        return self._values()[:6].tolist()
 
     def is_generate_only(self) -> bool:
         """Return whether every sequence is a decode."""
@@ -99,33 +112,33 @@ class BatchInfo:
 
     def update_tokens_gather_info(self, num_tokens_to_gather: int, gather_required: bool) -> None:
         """Set how many tokens get logits, and whether they must be gathered out of all tokens."""
-        self._batch_info_host[_NUM_TOKENS_TO_GATHER] = int(num_tokens_to_gather)
-        self._batch_info_host[_GATHER_REQUIRED] = int(gather_required)
+        self._values()[_NUM_TOKENS_TO_GATHER] = int(num_tokens_to_gather)
+        self._values()[_GATHER_REQUIRED] = int(gather_required)
 
     def get_num_tokens_to_gather(self) -> int:
         """Return how many tokens get logits."""
-        return int(self._batch_info_host[_NUM_TOKENS_TO_GATHER])
+        return int(self._values()[_NUM_TOKENS_TO_GATHER])
 
     def is_gather_required(self) -> bool:
         """Return whether the tokens that get logits must be gathered out of all tokens."""
-        return bool(self._batch_info_host[_GATHER_REQUIRED])
+        return bool(self._values()[_GATHER_REQUIRED])
 
     def update_max_draft_len(self, max_draft_len: int) -> None:
         """Set the draft length."""
-        self._batch_info_host[_MAX_DRAFT_LEN] = int(max_draft_len)
+        self._values()[_MAX_DRAFT_LEN] = int(max_draft_len)
 
     def get_max_draft_len(self) -> int:
         """Return the draft length, 0 without speculation."""
-        return int(self._batch_info_host[_MAX_DRAFT_LEN])
+        return int(self._values()[_MAX_DRAFT_LEN])
 
     def update_max_seq_info(
         self, max_context_length: int, max_blocks_per_seq: int, block_offset_multiplier: int, max_batch_size: int
     ) -> None:
         """Set the four limits [6..9]."""
         limits = [max_context_length, max_blocks_per_seq, block_offset_multiplier, max_batch_size]
-        self._batch_info_host[_MAX_SEQ_INFO] = torch.tensor(limits, dtype=self._batch_info_host.dtype)
+        self._values()[_MAX_SEQ_INFO] = limits
 
     def get_max_seq_info(self) -> tuple[int, int, int, int]:
         """Return (max_context_length, max_blocks_per_seq, block_offset_multiplier, max_batch_size)."""
-        context, blocks, multiplier, batch = self._batch_info_host[_MAX_SEQ_INFO].tolist()
+        context, blocks, multiplier, batch = self._values()[_MAX_SEQ_INFO].tolist()
         return context, blocks, multiplier, batch

@@ -42,6 +42,7 @@ def _resolve_device(device: torch.device | str) -> torch.device:
 
 #: Region of all tensors that are packed; a truncatable tensor's region has the tensor's name.
 _PACKED = ""
+_KEPT_SHAPES = 64
 
 
 @dataclass(frozen=True)
@@ -177,6 +178,7 @@ class InputBuffer:
         self._device_views: dict[str, torch.Tensor] = {}
         self._mirror_views: dict[str, torch.Tensor] = {}
         self._mirror_arrays: dict[str, np.ndarray] = {}
+        self._shaped_views: dict[tuple[str, int, int], torch.Tensor] = {}
         self._lengths: dict[str, int] = {}
         self.device_version: dict[str, int] = {}
         self.mirror_version: dict[str, int] = {}
@@ -197,7 +199,8 @@ class InputBuffer:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave views out: a copy's would have memory of their own."""
-        return {**self.__dict__, "_device_views": {}, "_mirror_views": {}, "_mirror_arrays": {}}
+        views = ("_device_views", "_mirror_views", "_mirror_arrays", "_shaped_views")
+        return {**self.__dict__, **{name: {} for name in views}}
 
     # Layout.
 
@@ -216,6 +219,7 @@ class InputBuffer:
         self._device_views.clear()
         self._mirror_views.clear()
         self._mirror_arrays.clear()
+        self._shaped_views.clear()
 
     def _add_field(self, spec: _Field) -> None:
         if spec.name in self._fields:
@@ -324,6 +328,18 @@ class InputBuffer:
         view = self._whole_view(self._device_views, self._device_regions, name)
         return view[: self._lengths[name]] if truncate else view
 
+    def get_shaped_view(self, name: str, rows: int) -> torch.Tensor:
+        """Return the device side's elements in use as ``[rows, elements / rows]``; whoever asks again gets the same."""
+        key = name, rows, self._lengths[name]
+        view = self._shaped_views.get(key)
+        if view is None:
+            view = self.get_view(name, truncate=True).view(rows, -1)
+            if name in self._device_views:
+                if len(self._shaped_views) >= _KEPT_SHAPES:
+                    self._shaped_views.clear()
+                self._shaped_views[key] = view
+        return view
+
     def get_host_view(self, name: str, truncate: bool = False) -> torch.Tensor:
         """Return the mirror, ``[capacity]``, or ``[current length]`` when truncated. It aliases the mirror.
 
@@ -394,15 +410,18 @@ class InputBuffer:
         Raises:
             ValueError: more data than capacity.
         """
-        spec = self._field(name)
-        if not isinstance(data, torch.Tensor):
-            data = torch.tensor(data, dtype=spec.dtype)
-        count = data.numel()
+        self._field(name)
+        mirror = self.get_host_array(name)
+        values = (
+            data.detach().cpu().reshape(-1).numpy()
+            if isinstance(data, torch.Tensor)
+            else np.asarray(data, mirror.dtype)
+        )
+        count = values.size
         self.set_current_length(name, count)
-        mirror = self.get_host_memory(name)
-        mirror[:count].copy_(data.reshape(-1))
+        mirror[:count] = values.reshape(-1)
         if fill_value is not None:
-            mirror[count:].fill_(fill_value)
+            mirror[count:] = fill_value
         self.bump_mirror(name)
 
     def copy_to_device(self) -> None:

@@ -213,8 +213,12 @@ class SequenceInfo(MetadataMutations):
         """Names that may be activated: buffers, their ``_host`` twins, ``batch_info_host``, extra arguments."""
         return self._available_args | set(self._extra_args)
 
+    def has_arg(self, name: str) -> bool:
+        """Whether there is an argument of that name."""
+        return name in self._available_args or name in self._extra_args
+
     def _check_available(self, name: str) -> None:
-        if name not in self._available_args and name not in self._extra_args:
+        if not self.has_arg(name):
             raise ValueError(unknown_name_message("SequenceInfo argument", name, self.available_args))
 
     def activate_arg(self, name: str) -> bool:
@@ -283,6 +287,10 @@ class SequenceInfo(MetadataMutations):
         shaped = name in _UNFLATTENED
         unflatten = shaped and truncate is not False if unflatten is None else unflatten
         truncate = shaped if truncate is None else truncate
+        if shaped and unflatten:
+            rows, length = self._num_rows(), self._input_buffer.get_current_length(name)
+            _check_shape(length, rows)
+            return self._input_buffer.get_shaped_view(name, rows)
         if name.endswith(self._host_suffix):
             view = self._input_buffer.get_host_view(name.removesuffix(self._host_suffix), truncate or unflatten)
         else:
@@ -302,15 +310,15 @@ class SequenceInfo(MetadataMutations):
         ``[num_sequences, tokens / num_sequences, ...]`` while no argument of cached attention was ever activated and
         for generate-only and extend-only batches, else ``[1, tokens, ...]``.
         """
+        rows, tokens = self._num_rows(), tensor.shape[0]
+        _check_shape(tokens, rows)
+        return tensor.view(rows, tokens // rows, *tensor.shape[1:])
+
+    def _num_rows(self) -> int:
+        """The first dimension of what :meth:`unflatten` returns."""
         prefill, extend, decode = self.batch_info.get_num_sequences()
         one_kind = not prefill and not (extend and decode)
-        rows = prefill + extend + decode if one_kind or not self._has_attention_args() else 1
-        if tensor.shape[0] % rows:
-            raise ValueError(
-                f"cannot give {tensor.shape[0]} tokens the shape of {rows} sequences of equal length; "
-                "without cached attention all sequences of a batch must be equally long"
-            )
-        return tensor.view(rows, tensor.shape[0] // rows, *tensor.shape[1:])
+        return prefill + extend + decode if one_kind or not self._has_attention_args() else 1
 
     def flatten(self, tensor: torch.Tensor) -> torch.Tensor:
         """Undo :meth:`unflatten`: ``[batch, sequence, ...]`` becomes ``[tokens, ...]``."""
@@ -599,6 +607,14 @@ class SequenceInfo(MetadataMutations):
         """Split ``[batch, sequence, ...]`` into one tensor per sequence; reads ``seq_len_host``."""
         seq_len = self._input_buffer.get_host_view("seq_len")[: self.num_sequences].tolist()
         return list(torch.split(self.flatten(tensor), seq_len))
+
+
+def _check_shape(num_tokens: int, rows: int) -> None:
+    if num_tokens % rows:
+        raise ValueError(
+            f"cannot give {num_tokens} tokens the shape of {rows} sequences of equal length; "
+            "without cached attention all sequences of a batch must be equally long"
+        )
 
 
 def _of_pool(per_pool: Sequence[IntList] | None, pool: int) -> IntList | None:

@@ -205,9 +205,10 @@ class CachedSequenceInterface:
         Raises:
             ValueError: there is neither.
         """
-        if name in self._caches:
-            return self._caches[name]
-        if name not in self.info.available_args:
+        cache = self._caches.get(name)
+        if cache is not None:
+            return cache
+        if not self.info.has_arg(name):
             raise ValueError(unknown_name_message("argument", name, {*self.info.available_args, *self._caches}))
         return self.info.get_arg(name, truncate, unflatten)
 
