@@ -225,12 +225,13 @@ def test_a_step_of_replays_never_waits_for_the_device(backend: str, capture: str
 
 
 @pytest.mark.parametrize("capture", ["consumers", "full"])
-def test_what_a_replay_costs_the_host(capture: str) -> None:
-    """A bound that only a mistake breaks; the numbers are printed."""
+def test_steps_of_one_size_are_replays(capture: str) -> None:
+    """What they cost the host is printed."""
     pipeline = pipeline_of("triton", capture=capture)
     for _ in range(5):
         step(pipeline)
     torch.cuda.synchronize()
+    before = stats(pipeline)
     best = {"nest": 1e9, "forward": 1e9}
     with torch.no_grad():
         for _ in range(30):
@@ -244,9 +245,11 @@ def test_what_a_replay_costs_the_host(capture: str) -> None:
             best["forward"] = min(best["forward"], end - between)
     text = ", ".join(f"{name} {seconds * 1e6:.0f} us" for name, seconds in best.items())
     print(f"\nhost time of a step of {K} drafts, capture {capture}: {text}")
+    after = stats(pipeline)
+    assert (after["eager"], after["captures"]) == (before["eager"], before["captures"]), (before, after)
+    assert after["replays"] >= before["replays"] + 30, (before, after)
     if capture == "consumers":
         print(f"a captured draft call: {_draft_call_us(pipeline):.1f} us")
-    assert best["forward"] < (0.02 if capture == "consumers" else 0.005), text
 
 
 def _draft_call_us(pipeline: Any) -> float:
