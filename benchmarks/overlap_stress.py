@@ -138,7 +138,7 @@ class CountingEngine(Engine):
         return super()._retire(step)
 
 
-def build(case: str, device: str, draft_len: int, batch_size: int, seed: int) -> Pipeline:
+def build(case: str, device: str, draft_len: int, batch_size: int) -> Pipeline:
     """The pipeline of a case: small pages, so that rows cross them often."""
     name, changes, _ = CASES[case]
     overrides = {
@@ -205,7 +205,7 @@ def run_case(case: str, options: argparse.Namespace) -> Report:
     """Build a case's pipeline, put load on it and compare."""
     rng = random.Random(options.seed)
     report = Report(case)
-    pipeline = build(case, options.device, options.draft_len, options.batch_size, options.seed)
+    pipeline = build(case, options.device, options.draft_len, options.batch_size)
     prompts = make_prompts(pipeline, options.prompts, 40, rng)
     engine = CountingEngine(cast(EagleWrapper, pipeline.model), pipeline.cm, overlap=True)
     expected: list[tuple[int, ...]] = []

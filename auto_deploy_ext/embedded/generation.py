@@ -18,6 +18,7 @@ from auto_deploy_ext.effects import buffer_of, is_mirror
 from auto_deploy_ext.orchestrator.rebound import ReboundForward
 
 from .batch_rows import NO_PAGE, BatchRows
+from .compile.batch_sizes import padded_batch_size
 from .custom_ops.metadata_mutations import OFFSET_WRITES
 from .in_flight import ResultCopies, StepInFlight
 from .models.custom.modeling_eagle import EagleWrapper
@@ -327,7 +328,7 @@ class Engine:
     def _fill_up(self, batch: BatchRows, counts: list[int]) -> list[int]:
         """Add rows up to a captured number of rows, if there is one and it fits; gives the new counts."""
         info, row_len = self.cm.info, 1 + self.draft_len
-        size = next((size for size in self._batch_sizes if size >= batch.num_rows), batch.num_rows)
+        size = padded_batch_size(self._batch_sizes, batch.num_rows)
         if size > info.max_batch_size or size * row_len > info.max_num_tokens:
             return counts
         while batch.num_rows < size:
