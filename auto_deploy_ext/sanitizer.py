@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType, MethodType
@@ -100,21 +100,14 @@ def sanitize(info: Any, module: nn.Module | None = None) -> Iterator[Sanitizer]:
         sanitizer.remove()
 
 
-@contextmanager
-def unpoisoned(buffer: Any) -> Iterator[None]:
-    """Give stale mirrors their old values for a computation on the host that starts from them.
+def _sanitizer_of(buffer: Any) -> Sanitizer | None:
+    """What sanitizes an InputBuffer now."""
+    return getattr(buffer, _SANITIZER, None)
 
-    Args:
-        buffer: an InputBuffer; where it is not being sanitized nothing happens. Mirrors that are still stale at the
-            end are poisoned again.
-    """
-    sanitizer: Sanitizer | None = getattr(buffer, _SANITIZER, None)
-    if sanitizer is None:
-        yield
-        return
-    sanitizer.restore()
-    yield
-    sanitizer.update()
+
+def is_watched(buffer: Any) -> bool:
+    """Whether an InputBuffer is being sanitized."""
+    return _sanitizer_of(buffer) is not None
 
 
 def check_old_value(buffer: Any, name: str) -> None:
@@ -123,63 +116,37 @@ def check_old_value(buffer: Any, name: str) -> None:
     Raises:
         StaleHostMirrorError: the buffer is being sanitized, and the mirror was stale.
     """
-    sanitizer: Sanitizer | None = getattr(buffer, _SANITIZER, None)
+    sanitizer = _sanitizer_of(buffer)
     if sanitizer is not None:
         sanitizer.check_old_value(buffer_of(name))
 
 
-@contextmanager
-def answered_for(buffer: Any) -> Iterator[None]:
-    """While active, `check_old_value` accepts every mirror: the caller has compared versions with those of its own.
-
-    Args:
-        buffer: an InputBuffer; where it is not being sanitized nothing happens.
-    """
-    sanitizer: Sanitizer | None = getattr(buffer, _SANITIZER, None)
-    if sanitizer is None:
-        yield
-        return
-    before, sanitizer._stale_before = sanitizer._stale_before, {}
-    try:
-        yield
-    finally:
-        sanitizer._stale_before = before
+# In these, where an InputBuffer is not being sanitized, nothing happens.
+_NOTHING = nullcontext()
 
 
-@contextmanager
-def announced(buffer: Any, mutation: str) -> Iterator[None]:
-    """While active, writes to a buffer are those of that mutation, which somebody does in its place.
-
-    Args:
-        buffer: an InputBuffer; where it is not being sanitized nothing happens.
-        mutation: the name of a registered mutation.
-    """
-    sanitizer: Sanitizer | None = getattr(buffer, _SANITIZER, None)
-    if sanitizer is None:
-        yield
-        return
-    with sanitizer._writing(MUTATIONS[mutation]):
-        yield
+def unpoisoned(buffer: Any) -> AbstractContextManager[None]:
+    """Give stale mirrors their old values for a computation on the host; those still stale at its end are poisoned."""
+    sanitizer = _sanitizer_of(buffer)
+    return _NOTHING if sanitizer is None else sanitizer.unpoisoned()
 
 
-@contextmanager
-def unwatched(buffer: Any) -> Iterator[None]:
-    """While active, writes in place of a buffer's memory are none that anybody has to be told of.
-
-    Args:
-        buffer: an InputBuffer; where it is not being sanitized nothing happens.
-    """
-    sanitizer: Sanitizer | None = getattr(buffer, _SANITIZER, None)
-    if sanitizer is None:
-        yield
-        return
-    with sanitizer.suspended():
-        yield
+def answered_for(buffer: Any) -> AbstractContextManager[None]:
+    """While active, `check_old_value` accepts every mirror: the caller has compared versions with those of its own."""
+    sanitizer = _sanitizer_of(buffer)
+    return _NOTHING if sanitizer is None else sanitizer.answered_for()
 
 
-def is_watched(buffer: Any) -> bool:
-    """Whether an InputBuffer is being sanitized."""
-    return getattr(buffer, _SANITIZER, None) is not None
+def announced(buffer: Any, mutation: str) -> AbstractContextManager[None]:
+    """While active, writes to a buffer are those of that registered mutation, which somebody does in its place."""
+    sanitizer = _sanitizer_of(buffer)
+    return _NOTHING if sanitizer is None else sanitizer._writing(MUTATIONS[mutation])
+
+
+def unwatched(buffer: Any) -> AbstractContextManager[None]:
+    """While active, writes in place of a buffer's memory are none that anybody has to be told of."""
+    sanitizer = _sanitizer_of(buffer)
+    return _NOTHING if sanitizer is None else sanitizer.suspended()
 
 
 def poison_(mirror: torch.Tensor, device: torch.Tensor) -> None:
@@ -380,6 +347,22 @@ class Sanitizer:
                 return call(*args, **kwargs)
 
         return copy
+
+    @contextmanager
+    def unpoisoned(self) -> Iterator[None]:
+        """While active, stale mirrors have their old values."""
+        self.restore()
+        yield
+        self.update()
+
+    @contextmanager
+    def answered_for(self) -> Iterator[None]:
+        """While active, no mirror counts as stale before the mutation that has just run."""
+        before, self._stale_before = self._stale_before, {}
+        try:
+            yield
+        finally:
+            self._stale_before = before
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
