@@ -104,7 +104,7 @@ class DrainHostfuncs(BaseTransform):
                 f"mode: graph, but {type(owner).__name__} has no orchestrator graph: run scope_host_mirrors before, or "
                 "use mode: auto, which drains before eager calls as well"
             )
-        _check_calls(owner, graphs, encoders)
+        _check_calls(graphs, encoders)
         for module in encoders.values():
             mark_encoder(module)
         changed = sum(map(drain_eagerly, encoders.values()))
@@ -153,7 +153,7 @@ def _has_calls(owner: nn.Module, graphs: dict[str, GraphModule], encoders: dict[
     return bool(orchestrator_graphs(owner)) or any(module in chosen for module in calls)
 
 
-def _check_calls(owner: nn.Module, graphs: dict[str, GraphModule], encoders: dict[str, nn.Module]) -> None:
+def _check_calls(graphs: dict[str, GraphModule], encoders: dict[str, nn.Module]) -> None:
     """A graph that was traced before an encoder was marked may hold the encoder's inside instead of its call."""
     for name, gm in graphs.items():
         paths = {id(module): path for path, module in gm.named_modules()}
