@@ -75,6 +75,7 @@ class ResultCopies:
     """
 
     def __init__(self, device: torch.device, max_rows: int, width: int) -> None:
+        self._device = device
         self._on_cuda = device.type == "cuda"
         self._places: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._next = 0
@@ -105,7 +106,7 @@ class ResultCopies:
     def _note(self, _module: nn.Module, _args: tuple[object, ...]) -> None:
         if self._verified is None and not torch.cuda.is_current_stream_capturing():
             self._verified = torch.cuda.Event()
-            self._verified.record()
+            self._verified.record(torch.cuda.current_stream(self._device))
 
     def start(self, tokens: torch.Tensor, lens: torch.Tensor | None) -> Landing:
         """Start bringing a step's results, which nothing may overwrite on the device until they are there.
