@@ -92,11 +92,6 @@ def host_view(info: Any, name: str) -> torch.Tensor:
     return mirrors_of(info).host_view(name)
 
 
-def host_array(info: Any, name: str) -> np.ndarray:
-    """Return the memory of `host_view` as an array."""
-    return mirrors_of(info).host_array(name)
-
-
 def observers(info: Any) -> list[Observer]:
     """Return the list of callables that are told of every transfer when it is started."""
     return mirrors_of(info).observers
@@ -238,7 +233,7 @@ class VersionedMirrors:
         return self._buffer.get_host_memory(buffer_of(name))
 
     def host_array(self, name: str) -> np.ndarray:
-        """See `host_array`."""
+        """The memory of `host_view` as an array."""
         return self._buffer.get_host_array(buffer_of(name))
 
     @property

@@ -104,21 +104,22 @@ def replay(info: Any, mutation: str, before: dict[str, int], operand: Callable[[
             their arithmetic reads were fresh then.
         operand: gives the mutation's operand, `[n]` int32 on the host; it may wait.
     """
-    known = host_mirrors.mirrors_of(info).device_version
+    mirrors = host_mirrors.mirrors_of(info)
+    known = mirrors.device_version
     written = [name for name, version in before.items() if known.get(name, 0) != version]
     moved = _moved(info, written)
     with sanitizer.unpoisoned(info._input_buffer):
         if moved:
             # All new values first: they follow from the old ones.
-            mirrors = _Mirrors(info)
-            values, starts = ARITHMETIC[mutation](mirrors, moved, operand), mirrors.starts
-            host_mirrors.before_host_write(info)
+            old = _Mirrors(info, mirrors)
+            values, starts = ARITHMETIC[mutation](old, moved, operand), old.starts
+            mirrors.before_host_write()
             for name in moved:
                 value = values[name]
                 if value is not None:
                     start = starts.get(name, 0)
-                    host_mirrors.host_array(info, name)[start : start + value.size] = value
-        host_mirrors.mark_fresh(info, written)
+                    mirrors.host_array(name)[start : start + value.size] = value
+        mirrors.mark_fresh(written)
 
 
 def _split_pool(name: str) -> tuple[str, str]:
@@ -146,8 +147,9 @@ def _moved(info: Any, written: list[str]) -> list[str]:
 class _Mirrors:
     """The mirrors' old values and what the host knows of the batch."""
 
-    def __init__(self, info: Any) -> None:
+    def __init__(self, info: Any, mirrors: Any) -> None:
         self._info = info
+        self._mirrors = mirrors
         self.num_sequences = int(info.batch_info.get_total_num_sequences())
         self.tokens_per_block = int(info.tokens_per_block)
         #: where new values begin, if not at the mirror's beginning.
@@ -156,7 +158,7 @@ class _Mirrors:
     def whole(self, name: str) -> np.ndarray:
         """A mirror, `[capacity]`."""
         sanitizer.check_old_value(self._info._input_buffer, name)
-        return host_mirrors.host_array(self._info, name)
+        return self._mirrors.host_array(name)
 
     def rows(self, name: str, extra: int = 0) -> np.ndarray:
         """A mirror's entries for the batch's sequences, `[n + extra]`."""
