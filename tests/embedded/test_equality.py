@@ -120,5 +120,5 @@ def test_in_float32_drafts_change_nothing_and_the_noise_is_tiny(pipeline: Pipeli
 def test_a_wrong_decode_is_found_out(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     # Every draft is accepted, whatever the target says of it.
     honest = torch.Tensor.cumprod
-    monkeypatch.setattr(torch.Tensor, "cumprod", lambda self, dim: honest(torch.ones_like(self), dim))
+    monkeypatch.setattr(torch.Tensor, "cumprod", lambda self, *a, **kw: honest(torch.ones_like(self), *a, **kw))
     assert not speculative_equality(pipeline.model, pipeline.cm, [[7, 8, 9]], 8).equal

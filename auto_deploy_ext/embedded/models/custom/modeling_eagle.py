@@ -178,20 +178,20 @@ class EagleWrapper(nn.Module):
         return torch.cat([self.sample_target(logits[:num_prefill]), verified]) if num_prefill > 0 else verified
 
     def sample_draft(self, norm_hidden_state: torch.Tensor) -> torch.Tensor:
-        """Greedy draft in the target's vocabulary: ``[n, hidden]`` to int32 ``[n]``."""
-        return self.target_tokens(self.sample(self.draft_logits(norm_hidden_state)))
+        """Greedy draft in the target's vocabulary: ``[n, hidden]`` to integers ``[n]``."""
+        return self.target_tokens(torch.argmax(self.draft_logits(norm_hidden_state), dim=-1))
 
     def draw_draft(self, csi: CachedSequenceInterface, norm_hidden_state: torch.Tensor, draft_idx: int) -> torch.Tensor:
-        """Draw a draft, and leave what it was drawn from to `verify_drafts`: ``[n, hidden]`` to int32 ``[n]``."""
+        """Draw a draft, and leave what it was drawn from to `verify_drafts`: ``[n, hidden]`` to integers ``[n]``."""
         probs = probabilities(self.draft_logits(norm_hidden_state), self.temperature)
         slots = csi.get_arg("slot_idx")[: probs.shape[0]].to(torch.int64)
         csi.get_arg(DRAFT_DISTRIBUTIONS)[slots, draft_idx] = probs
         return self.target_tokens(draw(probs))
 
     def target_tokens(self, draft_tokens: torch.Tensor) -> torch.Tensor:
-        """Draft tokens, int32, in the target's vocabulary."""
+        """Draft tokens, integers ``[n]``, in the target's vocabulary."""
         d2t = getattr(self.draft_model, "d2t", None)
-        return draft_tokens if d2t is None else draft_tokens + d2t[draft_tokens].to(torch.int32)
+        return draft_tokens if d2t is None else draft_tokens + d2t.index_select(0, draft_tokens)
 
     # ---------------------------------------------------------------- without an interface
 
@@ -276,33 +276,37 @@ class EagleWrapper(nn.Module):
 
         # Accept: a draft counts while it and all before it are what the target would have said.
         drafted = input_ids[num_prefill_tokens:].view(num_extend, 1 + max_draft_len)[:, 1:]
-        matches = (new_tokens[num_prefill:, :max_draft_len] == drafted).to(torch.int32)
-        new_tokens_lens = torch.ones(num_sequences, dtype=torch.int32, device=device)
-        new_tokens_lens[num_prefill:] += matches.cumprod(dim=1).sum(dim=1).to(torch.int32)
+        matches = new_tokens[num_prefill:, :max_draft_len] == drafted
+        accepted = matches.cumprod(dim=1, dtype=torch.int32).sum(dim=1, dtype=torch.int32)
+        new_tokens_lens = 1 + accepted
+        if num_prefill > 0:
+            ones = torch.ones(num_prefill, dtype=torch.int32, device=device)
+            new_tokens_lens = torch.cat([ones, new_tokens_lens])
 
         if isinstance(csi.kv_cache_manager, HybridCacheManager):
             csi.kv_cache_manager.update_mamba_states(csi.get_arg("slot_idx")[:num_sequences], new_tokens_lens)
 
         # Where a sequence goes on, seen from the last token of its row.
         c_offset = new_tokens_lens - max_draft_len
-        c_offset[:num_prefill].fill_(1)
+        if num_prefill > 0:
+            c_offset[:num_prefill].fill_(1)
 
         # The drafter's input at a position is the token after it; its answer is read at the last accepted one.
-        draft_ids = torch.empty_like(input_ids)
-        last_tokens = torch.empty(num_sequences, dtype=torch.int64, device=device)
+        last_tokens = torch.arange(num_prefill_tokens, num_tokens, 1 + max_draft_len, device=device) + accepted
+        draft_ids = sampled
         if num_prefill > 0:
-            last_tokens[:num_prefill] = csi.get_arg("token_gather_indices")[:num_prefill]
-            draft_ids[: num_prefill_tokens - 1] = input_ids[1:num_prefill_tokens]
-            draft_ids[last_tokens[:num_prefill]] = sampled[:num_prefill]
-        draft_ids[num_prefill_tokens:] = new_tokens[num_prefill:].flatten()
-        row_starts = num_prefill_tokens + (1 + max_draft_len) * torch.arange(num_extend, device=device)
-        last_tokens[num_prefill:] = row_starts + new_tokens_lens[num_prefill:] - 1
+            prefill_ends = csi.get_arg("token_gather_indices")[:num_prefill]
+            prefill_ids = torch.empty_like(input_ids[:num_prefill_tokens])
+            prefill_ids[:-1] = input_ids[1:num_prefill_tokens]
+            prefill_ids[prefill_ends] = sampled[:num_prefill]
+            draft_ids = torch.cat([prefill_ids, sampled[num_prefill:]])
+            last_tokens = torch.cat([prefill_ends, last_tokens])
         info.copy_("input_ids", draft_ids)
         info.copy_("token_gather_indices", last_tokens, strict=False)
         info.batch_info.update_tokens_gather_info(num_sequences, True)
 
         # Draft.
-        next_draft_tokens = torch.empty(num_sequences, max_draft_len, dtype=torch.int32, device=device)
+        drafts = []
         for draft_idx in range(max_draft_len):
             norm_hidden_state, last_hidden_state = self.draft_model(
                 inputs_embeds=self.embed_draft(csi.get_arg("input_ids")),
@@ -315,7 +319,7 @@ class EagleWrapper(nn.Module):
                 draft_tokens = self.draw_draft(csi, norm_hidden_state, draft_idx)
             else:
                 draft_tokens = self.sample_draft(norm_hidden_state)
-            next_draft_tokens[:, draft_idx] = draft_tokens
+            drafts.append(draft_tokens)
 
             if draft_idx == 1:
                 c_offset.fill_(1)
@@ -324,10 +328,9 @@ class EagleWrapper(nn.Module):
                 info.copy_("input_ids", draft_tokens)
                 info.offset_pos_and_cache_(c_offset)
 
-        next_new_tokens = torch.empty_like(new_tokens)
-        last_new = (new_tokens_lens - 1).to(torch.int64).unsqueeze(1)
-        next_new_tokens[:, :1] = new_tokens.gather(1, last_new)
-        next_new_tokens[:, 1:] = next_draft_tokens
+        next_draft_tokens = torch.stack(drafts, dim=1).to(torch.int32)
+        last_new = new_tokens.gather(1, (new_tokens_lens - 1).to(torch.int64).unsqueeze(1))
+        next_new_tokens = torch.cat([last_new, next_draft_tokens], dim=1)
         return EagleWrapperOutput(
             new_tokens=new_tokens,
             new_tokens_lens=new_tokens_lens,
