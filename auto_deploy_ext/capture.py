@@ -295,14 +295,15 @@ def require_capturable(
         mod: the model.
         cm: its interface.
         backend: the compile backend, for the message.
-        capture: `consumers`: each consumer becomes a graph; `full`: the whole orchestrator does.
+        capture: `consumers`: each consumer becomes a graph; `full`: the whole orchestrator does; `segments`: consumers
+            with what the host is not needed for between them, which asks no more of the model than `consumers`.
         orchestrator: its qualified name; None: the model itself.
         interface_arg: the parameter that receives the interface, where neither annotation nor name tells.
 
     Raises:
         CaptureError: it names everything that is in the way, and what can be changed.
     """
-    if capture == "consumers":
+    if capture != "full":
         obstacles = obstacles_in_consumers(mod)
     else:
         try:
@@ -311,7 +312,7 @@ def require_capturable(
             unknown = f"nobody can tell what the orchestrator does, because it cannot be traced: {error}"
             obstacles = [Obstacle("the orchestrator", (), unknown)]
     if obstacles:
-        what = "each consumer" if capture == "consumers" else "the whole orchestrator"
+        what = "the whole orchestrator" if capture == "full" else "each consumer"
         raise CaptureError(
             f"compile_backend {backend!r} with capture: {capture} makes {what} a device graph, which can contain no "
             f"transfer to the host, no wait of the host and no planning on it:\n{describe(obstacles)}\n"
@@ -322,7 +323,7 @@ def require_capturable(
 def _advice(mod: nn.Module, capture: str) -> str:
     advice = [
         "attn_backend (draft_attn_backend for the drafter): a backend that reads no host mirror"
-        + (", or one that plans before the capture" if capture == "consumers" else ""),
+        + (", or one that plans before the capture" if capture != "full" else ""),
         f"compile_backend: {' or '.join(sorted(EAGER_BACKENDS))}, which capture nothing",
     ]
     if capture == "full":

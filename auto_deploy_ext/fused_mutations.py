@@ -351,6 +351,33 @@ def note_on_host(info: Any, parts: tuple[tuple[Any, ...], ...], operands: Sequen
         _note(info, part, operand, rows, info.batch_info.is_generate_only())
 
 
+def host_side(info: Any, parts: tuple[tuple[Any, ...], ...], operands: Sequence[Any]) -> None:
+    """Do on the host what a run does there: take note, copy to the host, compute mirrors; nothing on the device.
+
+    For one who has the device's side done otherwise, by replaying a captured graph.
+
+    Args:
+        info: the embedded host's SequenceInfo.
+        parts: those of `ops.mutate_all`.
+        operands: likewise; of tensors only size and type count.
+    """
+    run = _run_of(info, parts)
+    counts = info.batch_info.serialize()[:6].tolist()
+    rows, generating = counts[0] + counts[2] + counts[4], counts[0] == 0 == counts[2]
+    quiet = run._may_fuse(info) and run._quiet
+    for part, (operand, ticket) in zip(run._steps, run._matched(operands), strict=True):
+        if quiet:
+            _note(info, part, operand, rows, generating)
+        else:
+            _host_side(info, part, operand, ticket, rows, generating)
+        generating |= part.name == SWITCH_NAME
+
+
+def copies_to_host(info: Any, parts: tuple[tuple[Any, ...], ...]) -> bool:
+    """Whether any part of a run copies something to the host, as the interface is now."""
+    return any(_moved(info, Part(*part)) for part in parts)
+
+
 def is_fusible_copy(info: Any, name: str) -> bool:
     """Whether `copy_` of a buffer may be part of a run: page tables belong to other programs of the kernel."""
     if name != buffer_of(name) or name not in info._input_buffer.tensor_names:

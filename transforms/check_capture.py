@@ -31,10 +31,11 @@ class CheckCaptureConfig(TransformConfig):
         default=False, description="Cleaning would delete the calls of a hand-built orchestrator graph as dead code."
     )
     run_graph_cleanup: bool = Field(default=False, description="Nothing is changed.")
-    capture: Literal["consumers", "full"] = Field(
+    capture: Literal["consumers", "full", "segments"] = Field(
         default="full",
         description="What becomes a graph: full: the whole orchestrator as one, which is what AutoDeploy's "
-        "torch-cudagraph does with a wrapper; consumers: each consumer by itself, with the orchestrator outside.",
+        "torch-cudagraph does with a wrapper; consumers: each consumer by itself, with the orchestrator outside; "
+        "segments: likewise, with what the host is not needed for around them.",
     )
     compile_backend: str | None = Field(
         default=None,
@@ -55,8 +56,9 @@ class CheckCapture(BaseTransform):
     """Checks what is going to be captured.
 
     1. With a compile backend that captures nothing, nothing is checked.
-    2. `capture: consumers`: no graph of a consumer may use a host mirror, unless only for its attention backend's plan,
-       which that makes outside of the graph (an op that plans, `plans_before_capture`, or a host-prepare function).
+    2. `capture: consumers` or `segments`: no graph of a consumer may use a host mirror, unless only for its attention
+       backend's plan, which that makes outside of the graph (an op that plans, `plans_before_capture`, or a
+       host-prepare function).
     3. `capture: full`: for each kind of batch that an engine captures, the orchestrator as it will run may neither
        move, wait for, compute nor read a host mirror.
     4. Anything else raises, here, before anything is captured, and names who is in the way and what can be changed. No

@@ -88,6 +88,12 @@ def add_parser(commands: Any) -> None:
     what.add_argument(
         "--compile", nargs="+", metavar="NAME", help="compile backends (on a GPU: torch-cudagraph torch-simple)"
     )
+    what.add_argument(
+        "--capture",
+        choices=("consumers", "segments"),
+        default="segments",
+        help="what torch-cudagraph makes a device graph: each consumer, or all between two calls of the host (default)",
+    )
     what.add_argument("--k", nargs="+", type=_positive, metavar="N", help="drafted tokens per step (on a GPU: 3 6)")
     what.add_argument("--batch", nargs="+", type=_positive, metavar="N", help="rows of a batch (on a GPU: 1 8 64)")
     what.add_argument("--context", type=_positive, metavar="N", help="cached tokens of a row (on a GPU: 1024)")
@@ -220,7 +226,7 @@ def _measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     from .results import describe_device, make_result, versions
     from .session import DeviceLostError, Effort, LeftOut, Session
 
-    source = ModelSource(arguments.config)
+    source = ModelSource(arguments.config, capture=arguments.capture)
     device = source.config.torch_device
     if device.type == "cuda" and not torch.cuda.is_available():
         raise BenchError(
@@ -232,7 +238,7 @@ def _measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], bool]:
         "config": str(arguments.config),
         "device": describe_device(device),
         "versions": versions(),
-        "settings": plan.settings(source.config),
+        "settings": {**plan.settings(source.config), "capture": source.capture},
     }
 
     def save(findings: Findings) -> None:

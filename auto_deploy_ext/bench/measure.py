@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..embedded.compile.captured_segments import SegmentedForward
 from ..mirrors import record_mirrors
 from ..orchestrator import Dispatcher
 from .batches import RING
@@ -152,6 +153,7 @@ class Steps:
         """The share of consumer calls, after the first, that began while the one before was still running.
 
         An event follows each consumer call on the stream; the next call begins with asking whether it has happened.
+        Where orchestrators run as segments, the launch of a graph that contains consumers is what counts as a call.
         None where there is no GPU.
         """
         if not self.on_gpu:
@@ -159,10 +161,16 @@ class Steps:
         looker = _Looker()
         with self.using(variant):
             self.run(_WARM_STEPS)
-            with around(self.pipeline.wrapper, CONSUMERS, looker.before, looker.after):
+            with self._watching(variant, looker):
                 self.run(2 * RING)
             self.synchronize()
         return looker.running / looker.calls if looker.calls else None
+
+    def _watching(self, variant: Variant, looker: _Looker) -> AbstractContextManager[None]:
+        runner = self.forwards[variant].runner
+        if isinstance(runner, SegmentedForward):
+            return runner.watched(lambda: looker.before(""), lambda: looker.after(""))
+        return around(self.pipeline.wrapper, CONSUMERS, looker.before, looker.after)
 
 
 class _Looker:

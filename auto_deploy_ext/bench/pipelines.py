@@ -44,10 +44,14 @@ class ModelSource:
     Args:
         name_or_path: the config.
         overrides: as `load_config` takes them.
+        capture: what becomes a device graph with torch-cudagraph: `consumers`, or `segments` of each orchestrator.
     """
 
-    def __init__(self, name_or_path: str, overrides: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, name_or_path: str, overrides: Mapping[str, Any] | None = None, capture: str = "consumers"
+    ) -> None:
         self.name = name_or_path
+        self.capture = capture
         self._overrides = dict(overrides or {})
         self.config = load_config(name_or_path, overrides=self._overrides)
         self._base: EagleWrapper | None = None
@@ -94,7 +98,9 @@ class ModelSource:
         model = _run(factory, config, between, cm, wrapper)
         assert isinstance(model, EagleWrapper)
         fill_caches(cm)
-        return BenchPipeline(backend, config, factory, model.eval(), cm)
+        sizes = tuple(sorted(batch_sizes)) if backend.compiled == "torch-cudagraph" else ()
+        segments = sizes if self.capture == "segments" else ()
+        return BenchPipeline(backend, config, factory, model.eval(), cm, segments)
 
 
 @dataclass
@@ -107,6 +113,7 @@ class BenchPipeline:
         factory: where the model came from.
         wrapper: target and drafter; captured once `compile` has run.
         cm: the interface.
+        segments: batch sizes for which the segments of its orchestrators are captured, rather than consumers.
     """
 
     backend: Backend
@@ -114,6 +121,7 @@ class BenchPipeline:
     factory: ModelFactory
     wrapper: EagleWrapper
     cm: CachedSequenceInterface
+    segments: tuple[int, ...] = ()
 
     def compile(self) -> None:
         """Compile the consumers, in place: every orchestrator over them runs the compiled ones from then on."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .. import kernels
+from ..embedded.compile.captured_segments import SegmentedForward
 from ..events import Kind, Setting
 from ..fusion import fuse_graphs
 from ..orchestrator import Dispatcher, OrchestratorGraph, find_interface_arg, own_forward, trace_orchestrator
@@ -51,6 +52,8 @@ def make_forwards(pipeline: BenchPipeline, variants: Iterable[Variant]) -> dict[
         if variant.fused:
             fuse_graphs([graph], cm)
         forwards[variant] = Dispatcher(wrapper, parameter, {graph.variant: graph}, max_variants=1, original=original)
+        if pipeline.segments:
+            forwards[variant].runner = SegmentedForward(pipeline.segments, pipeline.backend.k)
     return forwards
 
 

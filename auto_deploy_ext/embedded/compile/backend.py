@@ -15,6 +15,7 @@ from ..transform.graph import replace_module
 from .batch_sizes import checked_batch_sizes
 from .captured_forward import CapturedForward
 from .captured_module import CapturedModule
+from .captured_segments import bind_segments
 
 logger = logging.getLogger("auto_deploy_ext")
 
@@ -31,7 +32,7 @@ def capture_model(
     Args:
         mod: a wrapper with exported consumers, or a consumer.
         cm: its interface; on a device without graphs, ordered calls take their place.
-        capture: `consumers` or `full`.
+        capture: `consumers`, `full`, or `segments`: all that lies between two calls of the host, consumers included.
         batch_sizes: numbers of rows; None: powers of two, and the largest batch.
         backend: the name in messages.
 
@@ -52,6 +53,8 @@ def capture_model(
         count = 1
     else:
         mod, count = _capture_consumers(mod, cm, sizes, draft_len)
+        if capture == "segments":
+            bind_segments(mod, cm, sizes, draft_len)
     mod.captured_batch_sizes = sizes  # type: ignore[assignment]
     return mod, count
 

@@ -32,7 +32,7 @@ _numbers = itertools.count(1)
 
 
 @dataclass(frozen=True)
-class _HostState:
+class HostState:
     """What the host knows of a batch: counts, lengths and versions."""
 
     batch_info: torch.Tensor
@@ -41,7 +41,7 @@ class _HostState:
     mirror_version: dict[str, int]
 
     @classmethod
-    def of(cls, info: Any) -> _HostState:
+    def of(cls, info: Any) -> HostState:
         """Copy it."""
         buffer = info._input_buffer
         lengths = {name: buffer.get_current_length(name) for name in buffer.tensor_names}
@@ -75,7 +75,7 @@ class _HostChange:
     writes: dict[str, int]
 
     @classmethod
-    def between(cls, info: Any, before: _HostState, after: _HostState) -> _HostChange | None:
+    def between(cls, info: Any, before: HostState, after: HostState) -> _HostChange | None:
         """The difference; None where it does not tell what another batch's will be."""
         buffer = info._input_buffer
         lengths, growth = {}, {}
@@ -118,7 +118,8 @@ class _Entry:
     """A captured forward.
 
     Attributes:
-        objects: see `_objects`; not kept alive, so that an interface that is resized does not need memory twice.
+        objects: see `captured_objects`; not kept alive, so that an interface that is resized does not need memory
+            twice.
         addresses: parameters, and where they lay.
     """
 
@@ -230,12 +231,12 @@ class CapturedForward:
     def _first_calls(self, key: Hashable, variant: Any, interface: Any) -> Any:
         """Note what an eager run changes on the host, or capture and replay."""
         info = interface.info
-        before = _HostState.of(info)
+        before = HostState.of(info)
         change = self._changes.get(key)
         if change is None:
             self.stats.eager += 1
             result = variant(interface)
-            noted = _HostChange.between(info, before, _HostState.of(info))
+            noted = _HostChange.between(info, before, HostState.of(info))
             if noted is not None:
                 self._changes[key] = noted
             return result
@@ -243,7 +244,7 @@ class CapturedForward:
         self._entries[key] = entry
         return entry.result()
 
-    def _capture(self, key: Hashable, variant: Any, interface: Any, before: _HostState, change: _HostChange) -> _Entry:
+    def _capture(self, key: Hashable, variant: Any, interface: Any, before: HostState, change: _HostChange) -> _Entry:
         info = interface.info
         apply = change.applied_to(info)
         if self._runner is None:
@@ -265,8 +266,8 @@ class CapturedForward:
         logger.info("captured the forward of %s for %d rows", type(variant.owner).__name__, info.num_sequences)
         tensors, spec = tree_flatten(result)
         replay = self._runner.replayer(number)
-        objects = [weakref.ref(found) for found in _objects(variant, interface)]
-        entry = _Entry(replay, tensors, spec, change, objects, _addresses(variant))
+        objects = [weakref.ref(found) for found in captured_objects(variant, interface)]
+        entry = _Entry(replay, tensors, spec, change, objects, parameter_addresses(variant))
         if not self._runner.owner.layer.capture_runs:
             replay()
         return entry
@@ -291,31 +292,33 @@ def _telling_names(variant: Any, buffer: Any) -> tuple[str, ...]:
     return known[1]
 
 
-def _objects(variant: Any, interface: Any) -> list[Any]:
+def captured_objects(variant: Any, interface: Any) -> list[Any]:
     """What is replaced as a whole when memory that a graph knows moves, or when what it was captured of changes."""
     buffer = interface.info._input_buffer
-    modules = [variant.owner.get_submodule(path) for path in _consumers_of(variant)]
+    modules = [variant.owner.get_submodule(path) for path in consumers_of(variant)]
     graphs = [graph for graph in map(wrapped_graph, modules) if graph is not None]
     memory = (*interface._caches.values(), *buffer._device_regions.values())
     return [variant, interface, *memory, *modules, *(type(graph).forward for graph in graphs)]
 
 
-def _consumers_of(variant: Any) -> tuple[str, ...]:
+def consumers_of(variant: Any) -> tuple[str, ...]:
+    """Qualified names of the consumers that an orchestrator graph calls."""
     known = variant.__dict__.get("_consumers")
     if known is None:
         nodes = variant.graph.find_nodes(op="call_module")
-        paths = dict.fromkeys(str(node.target) for node in nodes if META_KEY in node.meta)
+        consumers = [node for node in nodes if META_KEY in node.meta] or nodes
+        paths = dict.fromkeys(str(node.target) for node in consumers)
         known = variant.__dict__["_consumers"] = tuple(paths)
     return known
 
 
-def _addresses(variant: Any) -> list[tuple[torch.Tensor, int]]:
+def parameter_addresses(variant: Any) -> list[tuple[torch.Tensor, int]]:
     """The first and the last parameter: a module that is moved keeps its parameters and changes their memory."""
     parameters = list(variant.owner.parameters())
     return [(parameter, parameter.data_ptr()) for parameter in (*parameters[:1], *parameters[-1:])]
 
 
 def _is_current(entry: _Entry, variant: Any, interface: Any) -> bool:
-    objects = _objects(variant, interface)
+    objects = captured_objects(variant, interface)
     same = len(objects) == len(entry.objects) and all(ref() is o for ref, o in zip(entry.objects, objects, strict=True))
     return same and all(tensor.data_ptr() == address for tensor, address in entry.addresses)

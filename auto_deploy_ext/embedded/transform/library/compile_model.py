@@ -24,10 +24,10 @@ class CompileModelConfig(TransformConfig):
     model_config = ConfigDict(extra="forbid")
 
     backend: str = Field(default="torch-simple", description="How the model is compiled: a key of COMPILE_BACKENDS.")
-    capture: Literal["consumers", "full"] = Field(
+    capture: Literal["consumers", "full", "segments"] = Field(
         default="consumers",
         description="With torch-cudagraph: consumers makes each consumer a device graph, full the whole rewritten "
-        "orchestrator of an extend-only batch.",
+        "orchestrator of an extend-only batch, segments all of it that lies between two calls of the host.",
     )
     cuda_graph_batch_sizes: list[int] | None = Field(
         default=None,
@@ -68,7 +68,7 @@ COMPILE_BACKENDS: dict[str, CompileBackend] = {"torch-cudagraph": compile_cudagr
 class CompileModel(BaseTransform):
     """Compile the whole model.
 
-    `num_matches` counts what was compiled: the model, or with `capture: consumers` its consumers.
+    `num_matches` counts what was compiled: the model, or its consumers, unless with `capture: full`.
     """
 
     config: CompileModelConfig
