@@ -87,6 +87,9 @@ def is_python(node: Node) -> bool:
 
 def reason_against_segments(variant: Any) -> str | None:
     """What keeps an orchestrator graph from being split into device graphs and host calls; None: nothing does."""
+    launching = [name for name, module in variant.owner.named_modules() if getattr(module, LAUNCHES_MARK, False)]
+    if launching:
+        return f"{', '.join(launching)} launches host functions with arguments of each batch's own"
     for node in variant.graph.nodes:
         reason = _against(node, variant)
         if reason is not None:
@@ -100,8 +103,6 @@ def _against(node: Node, variant: Any) -> str | None:
         module = variant.owner.get_submodule(str(node.target))
         if is_orchestrator_graph(module):
             return f"{node.target} is an orchestrator of its own"
-        if any(getattr(inner, LAUNCHES_MARK, False) for inner in module.modules()):
-            return f"{node.target} launches host functions"
     elif node.op == "call_method":
         if node.target in _WAITING:
             return f"{node.target} brings something to the host"

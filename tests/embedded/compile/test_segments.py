@@ -268,7 +268,7 @@ def test_mirrors_on_demand_and_launched_host_functions_run_consumers(
     launching.draft_model.fc2.launches_hostfuncs = True
     with caplog.at_level(logging.WARNING, logger="auto_deploy_ext"):
         capture_model(launching, built("torch").cm, "segments")
-    assert "draft_model launches host functions" in caplog.text
+    assert "fc2 launches host functions" in caplog.text
 
 
 def test_the_config_takes_it_and_the_check_treats_it_like_consumers(
