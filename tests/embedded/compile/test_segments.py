@@ -69,15 +69,21 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch) -> Any:
     return double
 
 
+#: by pipeline, which the fixture keeps: its model as each strategy rewrites it.
+_SCOPED: dict[int, dict[str, Any]] = {}
+
+
 def scoped(pipeline: Any, strategy: str, fused: bool) -> Any:
     """A rewritten copy of a pipeline's model, with the same interface."""
-    model = copy.deepcopy(pipeline.model)
-    if strategy != "none":
-        scope_module(model, pipeline.cm, ScopeOptions(strategy=strategy))
-        if fused:
-            dispatcher = dispatcher_of(model)
-            assert dispatcher is not None
-            assert fuse_graphs(dispatcher.variants, pipeline.cm)
+    known = _SCOPED.setdefault(id(pipeline), {"none": pipeline.model})
+    if strategy not in known:
+        known[strategy] = copy.deepcopy(pipeline.model)
+        scope_module(known[strategy], pipeline.cm, ScopeOptions(strategy=strategy))
+    model = copy.deepcopy(known[strategy])
+    if fused:
+        dispatcher = dispatcher_of(model)
+        assert dispatcher is not None
+        assert fuse_graphs(dispatcher.variants, pipeline.cm)
     return SimpleNamespace(model=model, cm=pipeline.cm)
 
 
