@@ -158,7 +158,10 @@ def _add_common_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}") from error
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
     return value
@@ -181,6 +184,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="%(levelname)s: %(message)s")
     logging.getLogger("auto_deploy_ext").setLevel(logging.INFO if arguments.verbose else logging.WARNING)
     try:
+        _check_writable("--json", getattr(arguments, "json", None))
+        _check_writable("--dot", getattr(arguments, "dot", None))
         return arguments.function(arguments)
     except (UsageError, ConfigError, RequestTooLargeError, HostError, bench.BenchError, OSError) as error:
         if arguments.verbose:
@@ -196,7 +201,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     """``auto-deploy-ext run``."""
     from . import host
     from .decode_run import DecodeOptions, Decoder
-    from .embedded.tokenizer import load_tokenizer
+    from .embedded.tokenizer import TokenizerError, load_tokenizer
     from .streamed_text import DRAFTED_STYLE, StreamedText
 
     console = report.make_console()
@@ -208,7 +213,10 @@ def run_command(arguments: argparse.Namespace) -> int:
     }
     pipeline, model = _build(arguments.config, {key: value for key, value in named.items() if value is not None})
     config = pipeline.config
-    tokenizer = load_tokenizer(config.model)
+    try:
+        tokenizer = load_tokenizer(config.model)
+    except TokenizerError as error:
+        raise UsageError(str(error)) from error
     texts = arguments.prompt or config.prompts
     prompts = _encode(texts, tokenizer, model, chat=config.prompt_style == "chat")
     shown = [text if isinstance(text, str) else tokenizer.decode(text) for text in texts]
@@ -323,6 +331,22 @@ def train_draft_command(arguments: argparse.Namespace) -> int:
 # ---------------------------------------------------------------- pieces
 
 
+def _check_writable(option: str, path: Path | None) -> None:
+    """Raise before anything is computed for a file that could not be written in the end."""
+    if path is None:
+        return
+    folder = next((parent for parent in path.absolute().parents if parent.exists()), path)
+    if path.is_dir():
+        reason = "it is a directory"
+    elif not folder.is_dir():
+        reason = f"{folder} is not a directory"
+    elif not os.access(path if path.exists() else folder, os.W_OK):
+        reason = f"{path if path.exists() else folder} may not be written"
+    else:
+        return
+    raise UsageError(f"{option} {path} cannot be written: {reason}; name another file")
+
+
 def _scope_options(pipeline: Pipeline) -> ScopeOptions:
     """The options of the config's pass; their defaults where it has none."""
     from . import TransformRegistry
@@ -337,9 +361,11 @@ def _build(name_or_path: str, overrides: Mapping[str, Any] | None = None) -> tup
     A value that only a model or a transform can judge (an unknown architecture, sizes that do not go together) shows
     when it is built: that is the config's fault, too.
     """
+    from .capture import CaptureError
     from .embedded.config import load_config
     from .embedded.models.custom.modeling_eagle import EagleWrapper
     from .embedded.pipeline import build_pipeline
+    from .embedded.transform.interface import TransformError
 
     config = load_config(name_or_path, overrides=overrides)
     if not config.max_draft_len:
@@ -349,8 +375,11 @@ def _build(name_or_path: str, overrides: Mapping[str, Any] | None = None) -> tup
     try:
         with Console(stderr=True).status(f"building {name_or_path}"):
             pipeline = build_pipeline(config)
-    except (ValueError, KeyError) as error:
-        reason = error.args[0] if error.args else type(error).__name__
+    except (ValueError, KeyError, ImportError, NotImplementedError, CaptureError, TransformError) as error:
+        # Some have no arguments but a text; a KeyError's text is its argument in quotes.
+        reason = str(error.args[0] if error.args else error)
+        if any(note not in reason for note in getattr(error, "__notes__", ())):
+            reason = "; ".join([reason, *error.__notes__])
         raise UsageError(f"config {name_or_path!r} cannot be built: {reason}") from error
     if not isinstance(pipeline.model, EagleWrapper):
         raise UsageError(f"config {name_or_path!r} builds a {type(pipeline.model).__name__}, not an EagleWrapper")

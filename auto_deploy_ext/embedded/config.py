@@ -76,10 +76,11 @@ class EmbeddedConfig(BaseModel):
     )
     attn_backend: str = Field(
         default="torch",
+        min_length=1,
         description="The attention backend of the target: torch, torch_paged, triton, flashinfer (AttentionRegistry).",
     )
     draft_attn_backend: str | None = Field(
-        default=None, description="The attention backend of the drafter; null takes the target's."
+        default=None, min_length=1, description="The attention backend of the drafter; null takes the target's."
     )
     compile_backend: Literal["torch-simple", "torch-compile", "torch-cudagraph", "torch-opt"] = Field(
         default="torch-simple", description="How the model is compiled; torch-simple runs the graphs as they are."
@@ -96,7 +97,7 @@ class EmbeddedConfig(BaseModel):
     dtype: Literal["float32", "float64", "bfloat16", "float16"] = Field(
         default="float32", description="The type of weights and activations; greedy equality is promised for float32."
     )
-    seed: int = Field(default=0, ge=0, description="The seed of every random weight, and of sampling.")
+    seed: int = Field(default=0, ge=0, lt=2**63 - 1, description="The seed of every random weight, and of sampling.")
     temperature: float = Field(
         default=0.0,
         ge=0.0,
@@ -116,10 +117,13 @@ class EmbeddedConfig(BaseModel):
     @field_validator("device")
     @classmethod
     def _known_device(cls, value: str) -> str:
+        problem = PydanticCustomError("device", "not a device; use cpu, cuda or cuda:N")
         try:
-            torch.device(value)
+            kind = torch.device(value).type
         except RuntimeError as error:
-            raise PydanticCustomError("device", "not a device; use cpu, cuda or cuda:N") from error
+            raise problem from error
+        if kind not in ("cpu", "cuda"):
+            raise problem
         return value
 
     @model_validator(mode="after")

@@ -6,6 +6,7 @@ without, prefill rows and decode rows through the target alone, which is the gre
 
 from __future__ import annotations
 
+import operator
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
@@ -107,6 +108,7 @@ class Engine:
         self.slot_allocator = SlotAllocator(info.max_batch_size)
         self.steps = 0
         self.on_tokens: OnTokens | None = None
+        self._untold: deque[TokenEvent] = deque()
         self.batches: Counter[str] = Counter()
         self._waiting: deque[tuple[int, Request]] = deque()
         self._running: list[RunningSequence] = []
@@ -138,7 +140,9 @@ class Engine:
 
         Raises:
             RequestTooLargeError: it could never run, with the limit that it breaks.
+            ValueError: a token that the target does not know.
         """
+        self._check_known(request)
         self._check_fits(request)
         request_id = len(self._outputs) + len(self._waiting) + len(self._running)
         self._waiting.append((request_id, request))
@@ -171,6 +175,13 @@ class Engine:
     def _num_extra_pages(self) -> int:
         """A draft loop may grow a page table by one page."""
         return 1 if self.draft_len > 1 else 0
+
+    def _check_known(self, request: Request) -> None:
+        """Raise ValueError for a token that the target does not know: on a GPU, looking it up ends the process."""
+        vocab_size = self.model.target_model.get_input_embeddings().weight.shape[0]
+        for token in request.prompt:
+            if not 0 <= token < vocab_size:
+                raise ValueError(f"a prompt has token {token}, the model knows 0 to {vocab_size - 1}")
 
     def _check_fits(self, request: Request) -> None:
         info = self.cm.info
@@ -250,6 +261,7 @@ class Engine:
         for seq, tokens, next_input in zip(rows, new_tokens, next_inputs, strict=True):
             was_prefill, seq.next_input = seq.is_prefill, next_input
             added += self._take(seq, tokens, was_prefill)
+        self._tell()
         return added
 
     def _next_rows(self) -> list[RunningSequence]:
@@ -276,8 +288,15 @@ class Engine:
         if finished:
             self._finish(seq)
         if self.on_tokens is not None:
-            self.on_tokens(TokenEvent(seq.request_id, kept, min(drafted, len(kept)), finished))
+            self._untold.append(TokenEvent(seq.request_id, kept, min(drafted, len(kept)), finished))
         return len(kept)
+
+    def _tell(self) -> None:
+        """Tell what `_take` has noted; after all rows, so that a listener that raises leaves no row behind."""
+        while self._untold:
+            event = self._untold.popleft()
+            if self.on_tokens is not None:
+                self.on_tokens(event)
 
     def _nest(self, rows: Sequence[RunningSequence]) -> None:
         """Put the next input of every row, and where its caches are, into the interface."""
@@ -413,7 +432,17 @@ class Engine:
                 self._release(seq)
             else:
                 added += self._take(seq, tokens, row < step.prefills)
+        self._tell()
         return added
+
+
+def _token_ids(prompt: Sequence[int], number: int) -> tuple[int, ...]:
+    try:
+        return tuple(operator.index(token) for token in prompt)
+    except TypeError as error:
+        shown = repr(prompt)
+        shown = shown if len(shown) < 60 else f"{shown[:57]}..."
+        raise ValueError(f"prompt {number} should be a sequence of token ids, which are ints: {shown}") from error
 
 
 def generate(
@@ -443,14 +472,14 @@ def generate(
 
     Raises:
         RequestTooLargeError: a prompt that could never run; nothing has been generated then.
-        ValueError: pages too small for the draft length, or counts that differ.
+        ValueError: pages too small for the draft length, counts that differ, or what are no tokens of the model.
 
     Example:
         >>> result = generate(model, cm, [[1, 2, 3], [4, 5]], max_new_tokens=8)
         >>> result.outputs[0].tokens, result.acceptance_length
     """
-    rows = [tuple(prompt) for prompt in prompts]
-    limits = [max_new_tokens] * len(rows) if isinstance(max_new_tokens, int) else list(max_new_tokens)
+    rows = [_token_ids(prompt, number) for number, prompt in enumerate(prompts)]
+    limits = list(max_new_tokens) if isinstance(max_new_tokens, Iterable) else [max_new_tokens] * len(rows)
     if len(limits) != len(rows):
         raise ValueError(f"{len(rows)} prompts, but {len(limits)} values of max_new_tokens")
     engine = Engine(model, cm, speculative, overlap)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from .config import ConfigError, EmbeddedConfig
@@ -47,7 +48,7 @@ def build_pipeline(config: EmbeddedConfig) -> Pipeline:
     """Run all transforms of a config.
 
     Raises:
-        ConfigError: no such model factory.
+        ConfigError: no such model factory, or no such device on this machine.
 
     Example:
         >>> pipeline = build_pipeline(load_config("eagle3_llama"))
@@ -57,9 +58,22 @@ def build_pipeline(config: EmbeddedConfig) -> Pipeline:
         factory_class = ModelFactoryRegistry.get(config.model_factory)
     except KeyError as error:
         raise ConfigError([Problem(Place("config"), "model_factory", str(error.args[0]))]) from error
+    _check_device(config)
     factory = factory_class.from_config(config)
     cm = make_interface(config)
     model = InferenceOptimizer(factory, config.transforms)(cm)
     if model is None:
         raise ConfigError([Problem(Place("config"), "transforms", "no transform builds a model; enable build_model")])
     return Pipeline(config, factory, model.eval(), cm)
+
+
+def _check_device(config: EmbeddedConfig) -> None:
+    """Raise ConfigError for a GPU that is not there."""
+    device = config.torch_device
+    if device.type != "cuda":
+        return
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (device.index or 0) >= count:
+        found = f"GPUs 0 to {count - 1}" if count else "no GPU"
+        message = f"{config.device} is asked for, but PyTorch {torch.__version__} finds {found}; set device: cpu"
+        raise ConfigError([Problem(Place("config"), "device", message)])

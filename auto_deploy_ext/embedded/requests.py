@@ -30,8 +30,8 @@ class Request:
         """Reject a request that asks for nothing."""
         if not self.prompt:
             raise ValueError("a request needs a prompt of at least one token")
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        if not isinstance(self.max_new_tokens, int) or self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be a whole number of at least 1, got {self.max_new_tokens!r}")
 
 
 @dataclass

@@ -12,7 +12,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
 class TokenizerError(ValueError):
-    """A text that cannot be encoded, because there is no tokenizer or it has no chat template."""
+    """A text cannot be encoded: there is no tokenizer, it cannot be loaded, or it has no chat template."""
 
 
 class Tokenizer(Protocol):
@@ -49,13 +49,23 @@ class CheckpointTokenizer:
 
     Args:
         directory: Where its files are.
+
+    Raises:
+        TokenizerError: They are damaged or incomplete.
     """
 
     def __init__(self, directory: Path) -> None:
         from transformers import AutoTokenizer
 
         self._directory = directory
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        except Exception as error:  # of each tokenizer's own kind
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            raise TokenizerError(
+                f"the tokenizer in {directory} cannot be loaded: {reason}; copy its files "
+                f"({', '.join(TOKENIZER_FILES)}) again"
+            ) from error
 
     def encode(self, text: str) -> list[int]:
         """Token ids, with the special tokens that the tokenizer puts around a text."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import os
 from types import ModuleType
 
 
@@ -16,6 +17,11 @@ class TritonMissingError(ImportError):
 def has_triton() -> bool:
     """Whether Triton is installed."""
     return importlib.util.find_spec("triton") is not None
+
+
+def are_interpreted() -> bool:
+    """Whether Triton runs kernels in Python, as `TRITON_INTERPRET=1` has it when they are defined."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
 
 
 def load(name: str) -> ModuleType:

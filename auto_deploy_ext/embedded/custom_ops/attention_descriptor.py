@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, TypeVar
 
+import torch
 from torch._ops import OpOverloadPacket
 from torch.fx import Node
 
@@ -65,6 +66,11 @@ class AttentionDescriptor(ABC):
     def get_prepare_extra_metadata_info(cls, any_source_attn_node: Node) -> PrepareMetadataInfo:
         """Return the op that prepares more metadata, its number of outputs and its constants; none by default."""
         return None, 0, []
+
+    @classmethod
+    def check_device(cls, device: torch.device) -> None:
+        """Raise ValueError where the cached op does not run on a device; it runs on all by default."""
+        return
 
     @classmethod
     def get_constants(cls, source_attn_node: Node) -> list[Constant]:

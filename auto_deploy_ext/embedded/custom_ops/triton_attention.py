@@ -111,6 +111,16 @@ class TritonPagedAttention(SourceAttentionDescriptor):
         return ["batch_info_host", "cu_seqlen", "cu_num_pages", "seq_len_with_cache", "cache_loc"]
 
     @classmethod
+    def check_device(cls, device: torch.device) -> None:
+        """Raise ValueError on a CPU, unless Triton interprets its kernels there, and where it is not installed."""
+        kernels.load("paged_attention")
+        if device.type == "cpu" and not kernels.are_interpreted():
+            raise ValueError(
+                "attention backend triton runs on a GPU, but device is cpu: set device: cuda, or attn_backend "
+                "(draft_attn_backend) to torch or torch_paged; TRITON_INTERPRET=1 runs it slowly, for tests"
+            )
+
+    @classmethod
     def get_cache_initializers(cls, source_attn_node: Node, cache_config: KvCacheConfig) -> ResourceHandlerDict:
         """Keys and values in the same pages.
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import json
+import pickle
 from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 DERIVED = (".rotary_emb.inv_freq",)
@@ -15,7 +19,7 @@ DERIVED = (".rotary_emb.inv_freq",)
 
 
 class CheckpointError(ValueError):
-    """A checkpoint directory does not fit the model."""
+    """A checkpoint directory is damaged, or does not fit the model."""
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -36,12 +40,43 @@ def weight_names(directory: Path) -> set[str]:
     """The names of all weights in the directory."""
     names: set[str] = set()
     for path in weight_files(directory):
-        if path.suffix == ".safetensors":
-            with safe_open(path, framework="pt") as file:
-                names.update(file.keys())
-        else:
-            names.update(torch.load(path, map_location="meta", weights_only=True))
+        with readable(path):
+            if path.suffix == ".safetensors":
+                with safe_open(path, framework="pt") as file:
+                    names.update(file.keys())
+            else:
+                names.update(torch.load(path, map_location="meta", weights_only=True))
     return names
+
+
+def stored_config(directory: Path) -> dict[str, Any]:
+    """What the directory's `config.json` says.
+
+    Raises:
+        CheckpointError: It is no JSON mapping.
+    """
+    path = directory / "config.json"
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged: {error}; copy the checkpoint again") from error
+    if not isinstance(fields, dict):
+        raise CheckpointError(f"{path} should hold a mapping, it holds a {type(fields).__name__}")
+    return fields
+
+
+@contextmanager
+def readable(path: Path, remedy: str = "copy the checkpoint again") -> Iterator[None]:
+    """Name the file, and what to do, in what the reader of weights raises.
+
+    Raises:
+        CheckpointError: The file is damaged.
+    """
+    try:
+        yield
+    except (SafetensorError, pickle.UnpicklingError, EOFError, RuntimeError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(f"{path} is damaged or cut short: {reason}; {remedy}") from error
 
 
 def load_weights(
@@ -80,6 +115,10 @@ def load_weights(
                     f"{directory}: weight {name!r} is {list(weight.shape)}, the model's is {list(tensor.shape)}; "
                     "check model_kwargs"
                 )
+            if weight.is_floating_point() and not tensor.is_floating_point():
+                raise CheckpointError(
+                    f"{directory}: weight {name!r} holds {weight.dtype}, but should hold {tensor.dtype}"
+                )
             tensor.copy_(weight)
             loaded.add(id(tensor))
             count += 1
@@ -97,8 +136,12 @@ def load_weights(
 def _weights(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
     for path in weight_files(directory):
         if path.suffix == ".safetensors":
-            with safe_open(path, framework="pt") as file:
+            with readable(path):
+                file = safe_open(path, framework="pt")
+            with file:
                 for name in file.keys():  # noqa: SIM118  (not a mapping)
                     yield name, file.get_tensor(name)
         else:
-            yield from torch.load(path, map_location="cpu", weights_only=True).items()
+            with readable(path):
+                weights = torch.load(path, map_location="cpu", weights_only=True)
+            yield from weights.items()

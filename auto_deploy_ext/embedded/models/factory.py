@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import difflib
-import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ..custom_ops.torch_attention import ATTENTION_IMPLEMENTATION, register_with_transformers
-from .checkpoint import load_weights, weight_names
+from .checkpoint import load_weights, stored_config, weight_names
 from .custom.modeling_eagle import EagleWrapper, EagleWrapperConfig
+from .custom.modeling_eagle3 import captured_layers
 from .families import DRAFTER_FAMILIES, TARGET_FAMILIES, DrafterFamily, TargetFamily
 from .sources import resolve_source
 
@@ -203,11 +205,14 @@ class CausalLMFactory(ModelFactory):
     def _load_target_config(self) -> PreTrainedConfig:
         kwargs = dict(self.model_kwargs)
         if self.model_directory is not None:
-            return AutoConfig.from_pretrained(self.model_directory, local_files_only=True, **kwargs)
+            stored_config(self.model_directory)
+            with _naming(f"{self.model_directory / 'config.json'} with model_kwargs"):
+                return AutoConfig.from_pretrained(self.model_directory, local_files_only=True, **kwargs)
         model_type = kwargs.pop("model_type", None)
         if model_type is None:
             raise ValueError("model_kwargs.model_type is missing: name an architecture of transformers, such as llama")
-        return AutoConfig.for_model(model_type, **kwargs)
+        with _naming("model_kwargs"):
+            return AutoConfig.for_model(model_type, **kwargs)
 
     @property
     def drafter_family(self) -> DrafterFamily | None:
@@ -271,14 +276,16 @@ class CausalLMFactory(ModelFactory):
         fields = target.to_dict() | family.config_defaults
         directory = self._drafter_directory
         if directory is not None:
-            stored = _stored_config(directory)
+            stored = stored_config(directory)
             fields |= family.load_config_defaults(self._drafter_weights(family, directory))
             if "rope_theta" in stored or "rope_scaling" in stored:  # as published for transformers 4
                 fields.pop("rope_parameters", None)
             fields |= stored
         fields |= self.speculative_model_kwargs
         fields.pop("model_type", None)
-        config = type(target)(**fields)
+        where = "speculative_model_kwargs" if directory is None else f"{directory / 'config.json'}"
+        with _naming(where):
+            config = type(target)(**fields)
         config._attn_implementation = ATTENTION_IMPLEMENTATION
         return config
 
@@ -297,8 +304,7 @@ class CausalLMFactory(ModelFactory):
         num_layers = self.target_config.num_hidden_layers
         chosen = self.speculative_config.get("eagle3_layers_to_capture")
         directory = self._drafter_directory
-        stored = {} if directory is None else _stored_config(directory)
-        trained = (stored.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+        trained = None if directory is None else captured_layers(stored_config(directory).get("eagle_config"))
         if trained and chosen is not None and sorted(set(chosen)) != sorted(trained):
             raise ValueError(
                 f"speculative_config.eagle3_layers_to_capture is {chosen}, but the drafter in {directory} reads "
@@ -342,8 +348,13 @@ class CausalLMFactory(ModelFactory):
         return count
 
 
-def _stored_config(directory: Path) -> dict[str, Any]:
-    return json.loads((directory / "config.json").read_text(encoding="utf-8"))
+@contextmanager
+def _naming(where: str) -> Iterator[None]:
+    """Say where fields come from that a config of transformers refuses."""
+    try:
+        yield
+    except (StrictDataclassError, TypeError, ValueError) as error:
+        raise ValueError(f"{where}: {' '.join(str(error).split())}") from error
 
 
 def _example_inputs(module: Any) -> dict[str, torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 
 DEFAULT_CONFIG = "eagle3_llama"
@@ -20,26 +21,69 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--work-dir", type=Path, metavar="DIR", help="sampled text and state (default: OUTPUT/work)")
     parser.add_argument("--resume", action="store_true", help="go on from what --work-dir keeps")
     parser.add_argument("--init-from", type=Path, metavar="DIR", help="start with the weights of this head")
-    parser.add_argument("--time-budget", type=float, metavar="SECONDS", help="end by itself within this time")
-    parser.add_argument("--steps", type=int, metavar="N", help="training steps (default: what the time allows)")
-    parser.add_argument("--sequences", type=int, default=65536, metavar="N", help="sampled sequences at most")
-    parser.add_argument("--sequence-length", type=int, default=160, metavar="L", help="tokens of each")
-    parser.add_argument("--held-out-sequences", type=int, default=256, metavar="N", help="never trained on")
-    parser.add_argument("--sample-rows", type=int, metavar="N", help="sequences side by side in sampling")
-    parser.add_argument("--feature-rows", type=int, metavar="N", help="sequences side by side in computing states")
-    parser.add_argument("--chat-share", type=float, default=0.55, help="of all texts (default: %(default)s)")
+    parser.add_argument("--time-budget", type=_above_zero, metavar="SECONDS", help="end by itself within this time")
+    parser.add_argument("--steps", type=_count, metavar="N", help="training steps (default: what the time allows)")
+    parser.add_argument("--sequences", type=_count, default=65536, metavar="N", help="sampled sequences at most")
+    parser.add_argument("--sequence-length", type=_count, default=160, metavar="L", help="tokens of each")
+    parser.add_argument("--held-out-sequences", type=_count, default=256, metavar="N", help="never trained on")
+    parser.add_argument("--sample-rows", type=_count, metavar="N", help="sequences side by side in sampling")
+    parser.add_argument("--feature-rows", type=_count, metavar="N", help="sequences side by side in computing states")
+    parser.add_argument("--chat-share", type=_share, default=0.55, help="of all texts (default: %(default)s)")
     share = "share of texts that only a word or two begin (default: %(default)s)"
-    parser.add_argument("--general-share", type=float, default=0.15, help=share)
+    parser.add_argument("--general-share", type=_share, default=0.15, help=share)
     share = "of the time budget, for sampling (default: %(default)s)"
-    parser.add_argument("--sampling-share", type=float, default=0.3, help=share)
-    parser.add_argument("--batch-sequences", type=int, default=96, metavar="N", help="sequences of a training batch")
-    parser.add_argument("--draft-steps", type=int, default=4, metavar="K", help="draft steps (default: %(default)s)")
-    parser.add_argument("--draft-vocab", type=int, default=8192, metavar="N", help="draft vocabulary")
-    parser.add_argument("--intermediate-size", type=int, metavar="N", help="of the head's MLP (default: the target's)")
-    parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE)
-    parser.add_argument("--log-every", type=int, default=LOG_EVERY, metavar="STEPS")
-    parser.add_argument("--checkpoint-seconds", type=float, default=45.0, metavar="S", help="between checkpoints")
+    parser.add_argument("--sampling-share", type=_share, default=0.3, help=share)
+    parser.add_argument("--batch-sequences", type=_count, default=96, metavar="N", help="sequences of a training batch")
+    parser.add_argument("--draft-steps", type=_count, default=4, metavar="K", help="draft steps (default: %(default)s)")
+    parser.add_argument("--draft-vocab", type=_count, default=8192, metavar="N", help="draft vocabulary")
+    parser.add_argument(
+        "--intermediate-size", type=_count, metavar="N", help="of the head's MLP (default: the target's)"
+    )
+    parser.add_argument("--learning-rate", type=_above_zero, default=LEARNING_RATE)
+    parser.add_argument("--log-every", type=_count, default=LOG_EVERY, metavar="STEPS")
+    parser.add_argument("--checkpoint-seconds", type=_above_zero, default=45.0, metavar="S", help="between checkpoints")
     parser.add_argument("--held-out", type=Path, metavar="FILE", help='JSON list of {"kind", "text"}: prompts')
-    parser.add_argument("--seed", type=int, default=27)
+    parser.add_argument("--seed", type=_seed, default=27)
     parser.add_argument("--device", help="cuda or cpu (default: what there is)")
     parser.add_argument("-v", "--verbose", action="store_true", help="log more, and show tracebacks of errors")
+
+
+def _count(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}") from error
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def _seed(text: str) -> int:
+    value = int(text) if text.isdecimal() else -1
+    if not 0 <= value < 2**63:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 0 to 2**63 - 1, got {text!r}")
+    return value
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"must be a number, got {text!r}")
+    return value
+
+
+def _above_zero(text: str) -> float:
+    value = _number(text)
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
+    return value
+
+
+def _share(text: str) -> float:
+    value = _number(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"must be from 0 to 1, got {text}")
+    return value

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from ..models.checkpoint import readable
 from ..models.custom.modeling_eagle3 import Eagle3Drafter
 from .corpus import DraftVocabulary
 
@@ -77,7 +78,9 @@ def load_weights(directory: Path, drafter: Eagle3Drafter, scale: torch.Tensor) -
     Raises:
         ValueError: The head there has other tensors or sizes.
     """
-    kept = load_file(directory / WEIGHTS_FILE)
+    path = directory / WEIGHTS_FILE
+    with readable(path):
+        kept = load_file(path)
     for name, parameter in drafter.named_parameters():
         value = kept.get(name)
         if value is None or value.shape != parameter.shape:
@@ -96,6 +99,13 @@ def save_state(directory: Path, state: dict[str, Any]) -> None:
 
 
 def load_state(directory: Path, device: torch.device) -> dict[str, Any] | None:
-    """A run's state, or None where there is none."""
+    """A run's state, or None where there is none.
+
+    Raises:
+        CheckpointError: What is there is damaged.
+    """
     path = directory / STATE_FILE
-    return torch.load(path, map_location=device, weights_only=True) if path.is_file() else None
+    if not path.is_file():
+        return None
+    with readable(path, "delete it to train again on the text that is kept beside it"):
+        return torch.load(path, map_location=device, weights_only=True)

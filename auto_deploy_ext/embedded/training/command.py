@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..models.checkpoint import stored_config
 from ..tokenizer import TOKENIZER_FILES
 from .arguments import DEFAULT_CONFIG
 from .checkpoint import CONFIG_FILE, WEIGHTS_FILE, export, load_state, load_weights, write_text
@@ -120,6 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise TrainingError("--output is where --init-from reads: give another directory")
     if arguments.steps is None and arguments.time_budget is None:
         raise TrainingError("say when to end: --time-budget SECONDS or --steps N")
+    _check(arguments)
     clock = time.monotonic
     reporter = Reporter(clock)
     try:
@@ -127,6 +129,36 @@ def run(arguments: argparse.Namespace) -> int:
     finally:
         reporter.close()
     return 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Refuse at once what could only fail after text has been sampled.
+
+    Raises:
+        TrainingError: arguments that do not go together, a device that is not there, or places that cannot be used.
+    """
+    if arguments.sequence_length < arguments.draft_steps + 2:
+        raise TrainingError(
+            f"--sequence-length {arguments.sequence_length} leaves no room for --draft-steps {arguments.draft_steps}: "
+            f"give sequences of at least {arguments.draft_steps + 2} tokens"
+        )
+    kind = (arguments.device or "cpu").partition(":")[0]
+    if kind not in ("cpu", "cuda"):
+        raise TrainingError(f"--device {arguments.device}: give cpu, cuda or cuda:N")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise TrainingError(f"--device {arguments.device}: PyTorch {torch.__version__} finds no GPU; give --device cpu")
+    for option, path in (("--output", arguments.output), ("--work-dir", arguments.work_dir)):
+        try:
+            if path is not None:
+                path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise TrainingError(f"{option} {path} cannot be made: {error.strerror}; give another directory") from error
+    if arguments.init_from is not None:
+        for name in (CONFIG_FILE, WEIGHTS_FILE):
+            if not (arguments.init_from / name).is_file():
+                raise TrainingError(f"--init-from {arguments.init_from} has no {name}: give a head's directory")
+        if not isinstance(stored_config(arguments.init_from).get("intermediate_size"), int):
+            raise TrainingError(f"--init-from: {arguments.init_from / CONFIG_FILE} has no intermediate_size")
 
 
 def load_target(arguments: argparse.Namespace, device: torch.device) -> tuple[TrainingTarget, Any]:
@@ -311,7 +343,7 @@ class DraftTraining:
         say(f"states of {text.numel():,} tokens take {store.nbytes / 2**30:.1f} GiB")
         intermediate_size = arguments.intermediate_size
         if arguments.init_from is not None:
-            intermediate_size = json.loads((arguments.init_from / CONFIG_FILE).read_text())["intermediate_size"]
+            intermediate_size = stored_config(arguments.init_from)["intermediate_size"]
         config = drafter_config(self.target, len(self.vocabulary.tokens), intermediate_size)
         drafter = make_drafter(config, self.target, arguments.seed)
         if arguments.init_from is not None:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from ..models.checkpoint import readable
 from .target import States, TrainingTarget, stable_attention_kernels
 
 LABEL_ROWS = 8192
@@ -84,9 +85,11 @@ def load_text(path: Path, about: dict[str, str]) -> tuple[torch.Tensor, torch.Te
     """Read a kept text, and which of its tokens count.
 
     Raises:
-        ValueError: It was made in another way than `about` says.
+        ValueError: It was made in another way than `about` says, or is damaged.
     """
-    with safe_open(path, framework="pt") as file:
+    with readable(path, "delete it, and what is beside it, to sample again"):
+        opened = safe_open(path, framework="pt")
+    with opened as file:
         made = file.metadata() or {}
         different = sorted(key for key in about if made.get(key) != about[key])
         if different or "counted" not in file.keys():  # noqa: SIM118 (not a dict)

@@ -222,7 +222,10 @@ class TrainingTarget:
         tokens = torch.arange(4, device=self.device)[None] % self.vocab_size
         positions = torch.arange(4, device=self.device)[None]
         embeds = self.embedding[tokens]
-        output: Any = self.model(inputs_embeds=embeds, position_ids=positions)
+        try:
+            output: Any = self.model(inputs_embeds=embeds, position_ids=positions)
+        except NotImplementedError as error:  # of `training_attention`
+            raise ValueError(f"{type(self.model).__name__} ({self.config.model_type}): {error}") from error
         logits = output if isinstance(output, torch.Tensor) else output.logits
         expected = F.linear(self._states(tokens), self.head)
         if not torch.allclose(logits.float(), expected.float(), rtol=0.05, atol=0.05 * float(expected.abs().max())):

@@ -47,8 +47,15 @@ class Eagle3Options:
         Raises:
             ValueError: A part is shared that does not fit.
         """
-        captured = (getattr(config, "eagle_config", None) or {}).get("eagle_aux_hidden_state_layer_ids")
+        captured = captured_layers(getattr(config, "eagle_config", None))
         draft_vocab_size = getattr(config, "draft_vocab_size", None) or config.vocab_size
+        if not isinstance(draft_vocab_size, int) or draft_vocab_size < 1:
+            raise ValueError(f"draft_vocab_size should be a number of tokens, it is {draft_vocab_size!r}")
+        if config.vocab_size != target.vocab_size:
+            raise ValueError(
+                f"the drafter's vocab_size is {config.vocab_size}, but the target knows {target.vocab_size} tokens: "
+                "it is a drafter for another target"
+            )
         own_lm_head = bool(getattr(config, "own_lm_head", True))
         options = cls(
             target_hidden_size=getattr(config, "target_hidden_size", None) or target.hidden_size,
@@ -73,6 +80,19 @@ class Eagle3Options:
                 f"{target.hidden_size}: set own_lm_head: true"
             )
         return options
+
+
+def captured_layers(eagle_config: Any) -> list[int]:
+    """The layers that a drafter's `eagle_config` names; none where there is nothing.
+
+    Raises:
+        ValueError: What is there does not list layers.
+    """
+    key = "eagle_aux_hidden_state_layer_ids"
+    layers = (eagle_config or {}).get(key) if isinstance(eagle_config, dict | None) else eagle_config
+    if not isinstance(layers or [], list) or not all(isinstance(layer, int) for layer in layers or ()):
+        raise ValueError(f"the drafter's eagle_config should be a mapping whose {key} lists layers, not {layers!r}")
+    return layers or []
 
 
 class Eagle3Attention(LlamaAttention):

@@ -75,7 +75,8 @@ class InsertCachedOp(BaseTransform):
     def _backend(self, gm: GraphModule) -> str:
         assert isinstance(self.config, InsertCachedOpConfig)
         is_draft = getattr(gm, "role", None) == "draft"
-        backend = (self.config.draft_backend if is_draft else None) or self.config.backend or self.default_backend
+        named = self.config.draft_backend if is_draft and self.config.draft_backend is not None else self.config.backend
+        backend = self.default_backend if named is None else named
         if backend is None:
             key = self.get_transform_key()
             raise TransformError(f"{key} has no backend: set transforms.{key}.backend")
@@ -84,9 +85,12 @@ class InsertCachedOp(BaseTransform):
     def _apply(
         self, gm: GraphModule, cm: CachedSequenceInterface, factory: ModelFactory, shared_config: SharedConfig
     ) -> tuple[GraphModule, TransformInfo]:
-        descriptor = AttentionRegistry.get(self._backend(gm))
+        backend = self._backend(gm)
+        descriptor = AttentionRegistry.get(backend)
+        descriptor.check_device(cm.info.device)
         sources = find_source_nodes(gm, descriptor.get_source_attention_op())
         if not sources:
+            self._check_kind(gm, backend, descriptor)
             return gm, TransformInfo(skipped=True, is_clean=True, has_valid_shapes=True)
         metadata = [self._add_or_retrieve_input(gm, cm, name) for name in descriptor.get_standard_metadata_args()]
         metadata += self._extra_metadata(gm, cm, descriptor, sources[0])
@@ -95,6 +99,18 @@ class InsertCachedOp(BaseTransform):
         self._register_host_prepare(cm, descriptor)
         gm.recompile()
         return gm, TransformInfo(skipped=False, num_matches=len(sources))
+
+    def _check_kind(self, gm: GraphModule, backend: str, descriptor: type[AttentionDescriptor]) -> None:
+        """Raise TransformError where ops are left without a cache because the backend is one for other ops."""
+        if self.default_backend is None:
+            return
+        usual = AttentionRegistry.get(self.default_backend).get_source_attention_op()
+        if usual is not descriptor.get_source_attention_op() and find_source_nodes(gm, usual):
+            key = self.get_transform_key()
+            raise TransformError(
+                f"{key}: backend {backend!r} caches {descriptor.get_source_attention_op()}, but the model has {usual}; "
+                f"name a backend for that, such as {self.default_backend!r}"
+            )
 
     def _extra_metadata(
         self, gm: GraphModule, cm: CachedSequenceInterface, descriptor: type[AttentionDescriptor], first: Node
