@@ -309,13 +309,15 @@ class FlashInferPlanner:
             planned = Planned(wrapper, rows, tokens, self._parts_for(rows), causal, None, ranges=ranges)
             self._eager[causal] = planned
             return planned
-        planned = self._graphs.get(graph)
-        if planned is None:
+        known = self._graphs.get(graph)
+        if known is None:
             wrapper = self._new_wrapper(rows, tokens, causal, for_graph=True)
             planned = Planned(wrapper, rows, tokens, self._parts_for(rows), causal, graph)
             self._load_kernels(planned)
             self._graphs[graph] = planned
-        elif (planned.rows, planned.tokens, planned.causal) != (rows, tokens, causal):
+            return planned
+        planned = known
+        if (planned.rows, planned.tokens, planned.causal) != (rows, tokens, causal):
             raise ValueError(
                 f"the device graph {graph!r} was captured for {planned.rows} rows of {planned.tokens} tokens, "
                 f"and is to be replayed for {rows} rows of {tokens}"
