@@ -428,8 +428,9 @@ def control(arguments: argparse.Namespace, report: Report) -> int:
 def where_of(trace: str) -> list[str]:
     """The calls of the thread that was encoding, from all threads' tracebacks; else of the one told of last.
 
-    One line each, innermost first, without those of `torch.nn`.
+    One line each, innermost first, without those of `torch.nn`; files below the repository by their path in it.
     """
+    trace = trace.replace(f"{Path(__file__).resolve().parents[1]}/", "")
     threads = [thread.splitlines() for thread in trace.split("\n\n") if thread.strip()]
     calls = [[line.strip() for line in thread if line.strip().startswith("File")] for thread in threads]
     encoding = [thread for thread in calls if any(line.endswith(" in hold") for line in thread)]
