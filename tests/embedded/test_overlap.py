@@ -195,6 +195,13 @@ class Truth:
     row: list[int] = field(default_factory=list)
 
 
+class Words(nn.Embedding):
+    """A target as far as the engine asks it for its vocabulary."""
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self
+
+
 class ScriptedWrapper(nn.Module):
     """Changes metadata as the Eagle wrapper does and computes nothing: acceptance is drawn, tokens are counted.
 
@@ -204,6 +211,7 @@ class ScriptedWrapper(nn.Module):
     def __init__(self, max_draft_len: int, draws: Iterator[int]) -> None:
         super().__init__()
         self.max_draft_len = max_draft_len
+        self.target_model = Words(1000, 1)
         self.draft_model = nn.Identity()
         self.draws = draws
         self.truth: dict[int, Truth] = {}
