@@ -13,12 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from . import report
 from .bench import command as bench
+from .command_line import one_thread, positive
 from .embedded.training.arguments import add_arguments as add_training_arguments
 
 if TYPE_CHECKING:
@@ -83,10 +83,10 @@ def make_parser() -> argparse.ArgumentParser:
         help="text to continue, instead of the config's prompts; may be given several times. Random models read bytes",
     )
     run.add_argument(
-        "--max-new-tokens", type=_positive, metavar="N", help="tokens to generate per prompt; default: the config's"
+        "--max-new-tokens", type=positive, metavar="N", help="tokens to generate per prompt; default: the config's"
     )
     run.add_argument(
-        "--max-draft-len", type=_positive, metavar="K", help="tokens drafted per step; default: the config's"
+        "--max-draft-len", type=positive, metavar="K", help="tokens drafted per step; default: the config's"
     )
     style = run.add_mutually_exclusive_group()
     style.add_argument(
@@ -104,7 +104,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--seed", type=int, metavar="S", help="of sampling, and of random weights; default: the config's")
     run.add_argument(
-        "--repeats", type=_positive, default=1, metavar="N", help="time both ways so often and give the medians"
+        "--repeats", type=positive, default=1, metavar="N", help="time both ways so often and give the medians"
     )
     run.set_defaults(function=run_command)
 
@@ -155,16 +155,6 @@ def _add_common_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-v", "--verbose", action="store_true", help="log what each transform does, and show tracebacks of errors"
     )
-
-
-def _positive(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}") from error
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -232,7 +222,7 @@ def run_command(arguments: argparse.Namespace) -> int:
         return StreamedText(console, tokenizer)
 
     decoder = Decoder(model, pipeline.cm, options)
-    with _threads_for(model):
+    with one_thread(_is_small(model)):
         decoder.warm_up(groups[0])
         if streams:
             if console.is_terminal:
@@ -414,17 +404,9 @@ def _eos_token_ids(pipeline: Pipeline) -> tuple[int, ...]:
     return () if ids is None else tuple(ids) if isinstance(ids, (list, tuple)) else (ids,)
 
 
-@contextmanager
-def _threads_for(model: EagleWrapper) -> Iterator[None]:
-    """Run small models on one thread, unless the environment says how many; on a busy machine that is much faster."""
-    before = torch.get_num_threads()
-    small = sum(parameter.numel() for parameter in model.parameters()) < SMALL_MODEL
-    if small and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+def _is_small(model: EagleWrapper) -> bool:
+    """Whether one thread is faster than several, and on a busy machine much faster."""
+    return sum(parameter.numel() for parameter in model.parameters()) < SMALL_MODEL
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
@@ -30,10 +31,14 @@ class FusionError(ValueError):
 def reason_not_to_fuse(cm: Any) -> str | None:
     """Why the mutations of an interface cannot be fused; None: they can."""
     info = getattr(cm, "info", cm)
-    reason = reason_against(info)
-    if reason is None and info._input_buffer.device.type == "cuda" and not kernels.has_triton():
+    return reason_against(info) or reason_without_triton(info._input_buffer.device)
+
+
+def reason_without_triton(device: torch.device) -> str | None:
+    """Why mutations cannot be fused on a device, whatever the interface; None: they can."""
+    if device.type == "cuda" and not kernels.has_triton():
         return "Triton is not installed (pip install 'auto_deploy_ext[gpu]')"
-    return reason
+    return None
 
 
 def fuse_graphs(graphs: Iterable[GraphModule], cm: Any, interface_arg: str | None = None) -> int:

@@ -21,10 +21,6 @@ COMPILE_ORDER = ("torch-cudagraph", "torch-simple")
 ATTENTION_ORDER = ("flashinfer", "triton", "torch_paged", "torch")
 BATCH_ORDER = (8, 1, 64)
 
-#: which attention and compile backends need a GPU.
-GPU_ATTENTION = ("flashinfer", "triton")
-GPU_COMPILE = ("torch-cudagraph",)
-
 
 class BenchError(ValueError):
     """Something about the command that the user has to change."""

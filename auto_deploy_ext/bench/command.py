@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+from ..command_line import one_thread, positive
 from .cells import POLICIES, BenchError
 
 if TYPE_CHECKING:
-    import torch
-
     from .cells import Backend, Group, Variant
     from .session import Findings, Session
 
@@ -94,9 +92,9 @@ def add_parser(commands: Any) -> None:
         default="segments",
         help="what torch-cudagraph makes a device graph: each consumer, or all between two calls of the host (default)",
     )
-    what.add_argument("--k", nargs="+", type=_positive, metavar="N", help="drafted tokens per step (on a GPU: 3 6)")
-    what.add_argument("--batch", nargs="+", type=_positive, metavar="N", help="rows of a batch (on a GPU: 1 8 64)")
-    what.add_argument("--context", type=_positive, metavar="N", help="cached tokens of a row (on a GPU: 1024)")
+    what.add_argument("--k", nargs="+", type=positive, metavar="N", help="drafted tokens per step (on a GPU: 3 6)")
+    what.add_argument("--batch", nargs="+", type=positive, metavar="N", help="rows of a batch (on a GPU: 1 8 64)")
+    what.add_argument("--context", type=positive, metavar="N", help="cached tokens of a row (on a GPU: 1024)")
     what.add_argument(
         "--policies",
         nargs="+",
@@ -109,18 +107,18 @@ def add_parser(commands: Any) -> None:
         "--fusion", choices=("both", "on", "off"), default="both", help="with fuse_metadata_mutations, without, or both"
     )
     what.add_argument(
-        "--scale-batch", nargs="+", type=_positive, metavar="N", help="batches of the sweep (on a GPU: 1 4 16 64 256)"
+        "--scale-batch", nargs="+", type=positive, metavar="N", help="batches of the sweep (on a GPU: 1 4 16 64 256)"
     )
     what.add_argument(
         "--scale-context",
         nargs="+",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="cached tokens in the sweep (on a GPU: 128 512 2048 8192 32768)",
     )
     what.add_argument(
         "--scale-most-tokens",
-        type=_positive,
+        type=positive,
         default=2_200_000,
         metavar="N",
         help="points of the sweep with more cached tokens over all rows are left out (default: %(default)s)",
@@ -138,7 +136,7 @@ def add_parser(commands: Any) -> None:
         help="about a minute: one K, one batch, three short repetitions, two sweep sizes",
     )
     effort.add_argument("--budget-seconds", type=float, metavar="S", help="for everything (default: 480; quick: 150)")
-    effort.add_argument("--repetitions", type=_positive, metavar="N", help="of every cell (default: 11; quick: 3)")
+    effort.add_argument("--repetitions", type=positive, metavar="N", help="of every cell (default: 11; quick: 3)")
     effort.add_argument("--block-ms", type=float, metavar="MS", help="length of a timed block (default: 40; quick: 15)")
     parser.add_argument("-v", "--verbose", action="store_true", help="log the transforms, and tracebacks of what fails")
     parser.set_defaults(function=bench_command)
@@ -157,13 +155,6 @@ def _check_backends(attention: Iterable[str], compiled: Iterable[str]) -> None:
     for name in compiled:
         if name not in COMPILE_BACKENDS:
             raise BenchError(f"--compile: unknown backend {name!r}; there are {', '.join(sorted(COMPILE_BACKENDS))}")
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
 
 
 def bench_command(arguments: argparse.Namespace) -> int:
@@ -246,7 +237,7 @@ def _measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], bool]:
             write_json(arguments.json, make_result(findings, about))
 
     effort = Effort(plan.seconds, plan.repetitions, plan.block_ms / 1e3)
-    with _threads_for(device), _progress() as progress:
+    with one_thread(device.type == "cpu"), _progress() as progress:  # on a CPU the models are small
         session = Session(source, effort, save, progress)
         session.findings.left_out += [LeftOut(what, why) for what, why in plan.left_out]
         lost = False
@@ -288,8 +279,8 @@ class Plan:
         Raises:
             BenchError: fewer repetitions than a median needs, or sizes that the config cannot have.
         """
+        from ..fusion import reason_without_triton
         from .cells import Backend, Variant, groups_of, variants_of
-        from .policies import reason_not_to_fuse
         from .session import FEWEST_REPETITIONS
 
         gpu, quick = config.torch_device.type == "cuda", arguments.quick
@@ -310,7 +301,7 @@ class Plan:
             raise BenchError(f"--repetitions: a median needs at least {FEWEST_REPETITIONS}, got {repetitions}")
         fusions = {"both": [True, False], "on": [True], "off": [False]}[arguments.fusion]
         left_out = []
-        reason = reason_not_to_fuse(config.torch_device) if True in fusions else None
+        reason = reason_without_triton(config.torch_device) if True in fusions else None
         if reason is not None:
             left_out.append(("fused cells", reason))
             fusions = [False]
@@ -374,20 +365,6 @@ class Plan:
             "model_kwargs": config.model_kwargs,
             "speculative_model_kwargs": config.speculative_model_kwargs,
         }
-
-
-@contextmanager
-def _threads_for(device: torch.device) -> Iterator[None]:
-    """One thread on the CPU, where models to measure are small, unless the environment says how many."""
-    import torch
-
-    before = torch.get_num_threads()
-    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @contextmanager

@@ -6,9 +6,6 @@ import copy
 from collections.abc import Iterable
 from typing import Any
 
-import torch
-
-from .. import kernels
 from ..embedded.compile.captured_segments import SegmentedForward
 from ..events import Kind, Setting
 from ..fusion import fuse_graphs
@@ -22,13 +19,6 @@ from ..scoping import ScopeOptions, scope_graphs
 from ..strategies import STRATEGIES, Analysis, Edits, HostTraits
 from .cells import Variant
 from .pipelines import BenchPipeline
-
-
-def reason_not_to_fuse(device: torch.device) -> str | None:
-    """Why `fuse_metadata_mutations` cannot be applied on a device; None: it can."""
-    if device.type == "cuda" and not kernels.has_triton():
-        return "Triton is not installed (pip install 'auto_deploy_ext[gpu]')"
-    return None
 
 
 def make_forwards(pipeline: BenchPipeline, variants: Iterable[Variant]) -> dict[Variant, Dispatcher]:

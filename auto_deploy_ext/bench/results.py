@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .cells import BenchError
+from .cells import BenchError, Group, Variant
 from .session import Findings, LeftOut, Measured
 
 BENCHMARK = "eagle_step"
@@ -96,26 +96,14 @@ def make_result(findings: Findings, about: Mapping[str, Any]) -> dict[str, Any]:
         "scale": [
             {**_cell(measured), "context": measured.group.context, **_extra(measured)} for measured in findings.scale
         ],
-        "launches": [
-            {
-                "attn_backend": group.backend.attention,
-                "compile_backend": group.backend.compiled,
-                "k": group.backend.k,
-                "batch": group.batch,
-                "policy": variant.policy,
-                "fused": variant.fused,
-                **asdict(launches),
-            }
-            for group, variant, launches in findings.launches
-        ],
+        "launches": [{**_key(group, variant), **asdict(launches)} for group, variant, launches in findings.launches],
         "left_out": [asdict(left_out) for left_out in findings.left_out],
     }
     result["targets"] = [asdict(target) for target in targets(result)]
     return result
 
 
-def _key(measured: Measured) -> dict[str, Any]:
-    group, variant = measured.group, measured.variant
+def _key(group: Group, variant: Variant) -> dict[str, Any]:
     return {
         "attn_backend": group.backend.attention,
         "compile_backend": group.backend.compiled,
@@ -128,7 +116,7 @@ def _key(measured: Measured) -> dict[str, Any]:
 
 def _cell(measured: Measured) -> dict[str, Any]:
     return {
-        **_key(measured),
+        **_key(measured.group, measured.variant),
         "step_us": round(measured.step_us, 2),
         "ratio_to_limit": round(measured.ratio, 4),
         "transfers": _number(measured.traffic.transfers),
@@ -139,7 +127,7 @@ def _cell(measured: Measured) -> dict[str, Any]:
 
 
 def _details(measured: Measured) -> dict[str, Any]:
-    return {**_key(measured), "context": measured.group.context, **_extra(measured)}
+    return {**_key(measured.group, measured.variant), "context": measured.group.context, **_extra(measured)}
 
 
 def _extra(measured: Measured) -> dict[str, Any]:

@@ -6,6 +6,8 @@ import argparse
 import math
 from pathlib import Path
 
+from ...command_line import positive
+
 DEFAULT_CONFIG = "eagle3_llama"
 LEARNING_RATE = 1.5e-3
 LOG_EVERY = 50
@@ -22,40 +24,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", action="store_true", help="go on from what --work-dir keeps")
     parser.add_argument("--init-from", type=Path, metavar="DIR", help="start with the weights of this head")
     parser.add_argument("--time-budget", type=_above_zero, metavar="SECONDS", help="end by itself within this time")
-    parser.add_argument("--steps", type=_count, metavar="N", help="training steps (default: what the time allows)")
-    parser.add_argument("--sequences", type=_count, default=65536, metavar="N", help="sampled sequences at most")
-    parser.add_argument("--sequence-length", type=_count, default=160, metavar="L", help="tokens of each")
-    parser.add_argument("--held-out-sequences", type=_count, default=256, metavar="N", help="never trained on")
-    parser.add_argument("--sample-rows", type=_count, metavar="N", help="sequences side by side in sampling")
-    parser.add_argument("--feature-rows", type=_count, metavar="N", help="sequences side by side in computing states")
+    parser.add_argument("--steps", type=positive, metavar="N", help="training steps (default: what the time allows)")
+    parser.add_argument("--sequences", type=positive, default=65536, metavar="N", help="sampled sequences at most")
+    parser.add_argument("--sequence-length", type=positive, default=160, metavar="L", help="tokens of each")
+    parser.add_argument("--held-out-sequences", type=positive, default=256, metavar="N", help="never trained on")
+    parser.add_argument("--sample-rows", type=positive, metavar="N", help="sequences side by side in sampling")
+    parser.add_argument("--feature-rows", type=positive, metavar="N", help="sequences side by side in computing states")
     parser.add_argument("--chat-share", type=_share, default=0.55, help="of all texts (default: %(default)s)")
     share = "share of texts that only a word or two begin (default: %(default)s)"
     parser.add_argument("--general-share", type=_share, default=0.15, help=share)
     share = "of the time budget, for sampling (default: %(default)s)"
     parser.add_argument("--sampling-share", type=_share, default=0.3, help=share)
-    parser.add_argument("--batch-sequences", type=_count, default=96, metavar="N", help="sequences of a training batch")
-    parser.add_argument("--draft-steps", type=_count, default=4, metavar="K", help="draft steps (default: %(default)s)")
-    parser.add_argument("--draft-vocab", type=_count, default=8192, metavar="N", help="draft vocabulary")
     parser.add_argument(
-        "--intermediate-size", type=_count, metavar="N", help="of the head's MLP (default: the target's)"
+        "--batch-sequences", type=positive, default=96, metavar="N", help="sequences of a training batch"
+    )
+    parser.add_argument(
+        "--draft-steps", type=positive, default=4, metavar="K", help="draft steps (default: %(default)s)"
+    )
+    parser.add_argument("--draft-vocab", type=positive, default=8192, metavar="N", help="draft vocabulary")
+    parser.add_argument(
+        "--intermediate-size", type=positive, metavar="N", help="of the head's MLP (default: the target's)"
     )
     parser.add_argument("--learning-rate", type=_above_zero, default=LEARNING_RATE)
-    parser.add_argument("--log-every", type=_count, default=LOG_EVERY, metavar="STEPS")
+    parser.add_argument("--log-every", type=positive, default=LOG_EVERY, metavar="STEPS")
     parser.add_argument("--checkpoint-seconds", type=_above_zero, default=45.0, metavar="S", help="between checkpoints")
     parser.add_argument("--held-out", type=Path, metavar="FILE", help='JSON list of {"kind", "text"}: prompts')
     parser.add_argument("--seed", type=_seed, default=27)
     parser.add_argument("--device", help="cuda or cpu (default: what there is)")
     parser.add_argument("-v", "--verbose", action="store_true", help="log more, and show tracebacks of errors")
-
-
-def _count(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}") from error
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
 
 
 def _seed(text: str) -> int:
