@@ -327,3 +327,13 @@ def test_cpu_buffers_never_call_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     buffer.start_copy_to_host(["a", "b"]).wait()
     assert host(buffer, "a") == [1, 2]
     assert host(buffer, "b") == [3]
+
+
+def test_views_that_inference_mode_asked_for_first_can_be_written_outside_of_it() -> None:
+    buffer = InputBuffer([("seq_len", 4, torch.int32)])
+    with torch.inference_mode():
+        views = buffer.get_view("seq_len"), buffer.get_host_view("seq_len")
+    for view, kept in zip(views, (buffer.get_view("seq_len"), buffer.get_host_view("seq_len")), strict=True):
+        assert not view.is_inference()
+        kept.fill_(7)
+        assert view.tolist() == [7] * 4
