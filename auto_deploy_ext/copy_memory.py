@@ -43,9 +43,9 @@ class StagingRing:
             piece.copy_(source)
             target.copy_(piece, non_blocking=True)
             start += source.numel()
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(pairs[0][1].device))
-        self._events[index] = event
+        if event is None:
+            event = self._events[index] = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(pairs[0][1].device.index))
 
 
 class LandingPool:

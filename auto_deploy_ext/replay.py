@@ -6,7 +6,8 @@ times as long as one of NumPy.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -106,8 +107,10 @@ def replay(info: Any, mutation: str, before: dict[str, int], operand: Callable[[
     """
     mirrors = host_mirrors.mirrors_of(info)
     known = mirrors.device_version
-    written = [name for name, version in before.items() if known.get(name, 0) != version]
-    moved = _moved(info, written)
+    written = tuple(name for name, version in before.items() if known.get(name, 0) != version)
+    if not written:
+        return
+    moved = _moved(written, (*info._active_args, *getattr(info, "_active_host_prep_args", ())))
     with sanitizer.unpoisoned(info._input_buffer):
         if moved:
             # All new values first: they follow from the old ones.
@@ -122,26 +125,22 @@ def replay(info: Any, mutation: str, before: dict[str, int], operand: Callable[[
         mirrors.mark_fresh(written)
 
 
+@functools.lru_cache(maxsize=1024)
 def _split_pool(name: str) -> tuple[str, str]:
     """Split `cache_loc_g1` into the buffer's name and its pool's suffix, empty for the first pool."""
     pool = POOL_SUFFIX.search(name)
     return (name, "") if pool is None else (name[: pool.start()], pool.group())
 
 
-def _moved(info: Any, written: list[str]) -> list[str]:
+@functools.lru_cache(maxsize=1024)
+def _moved(written: tuple[str, ...], active: tuple[str, ...]) -> tuple[str, ...]:
     """What a mutation that writes some buffers does change: a page table only if part of it is active."""
     moved: list[str] = []
-    tables: dict[str, bool] = {}
     for name in written:
         base, suffix = _split_pool(name)
-        if base in _PAGE_TABLE:
-            if suffix not in tables:
-                active = (*info._active_args, *getattr(info, "_active_host_prep_args", ()))
-                tables[suffix] = any(table + suffix + side in active for table in _PAGE_TABLE for side in _SIDES)
-            if not tables[suffix]:
-                continue
-        moved.append(name)
-    return moved
+        if base not in _PAGE_TABLE or any(table + suffix + side in active for table in _PAGE_TABLE for side in _SIDES):
+            moved.append(name)
+    return tuple(moved)
 
 
 class _Mirrors:
@@ -174,7 +173,7 @@ Values = dict[str, np.ndarray | None]
 Operand = Callable[[], torch.Tensor]
 
 
-def _switched(mirrors: _Mirrors, names: list[str], operand: Operand) -> Values:
+def _switched(mirrors: _Mirrors, names: Sequence[str], operand: Operand) -> Values:
     """The arithmetic of `switch_to_generate_`; see `metadata_arithmetic.generate_batch`."""
     values: Values = {}
     if "input_pos" in names or "position_ids" in names or "use_initial_states" in names:
@@ -190,7 +189,7 @@ def _switched(mirrors: _Mirrors, names: list[str], operand: Operand) -> Values:
     return values
 
 
-def _offset(mirrors: _Mirrors, names: list[str], operand: Operand) -> Values:
+def _offset(mirrors: _Mirrors, names: Sequence[str], operand: Operand) -> Values:
     """The arithmetic of `offset_pos_and_cache_`."""
     offset = operand().numpy()
     values: Values = {}
@@ -218,7 +217,7 @@ def _per_token(offset: np.ndarray, boundaries: np.ndarray, tokens: int) -> np.nd
     return offset[np.minimum(owner, offset.size - 1)]
 
 
-def _offset_pages(mirrors: _Mirrors, suffix: str, offset: np.ndarray, names: list[str]) -> Values:
+def _offset_pages(mirrors: _Mirrors, suffix: str, offset: np.ndarray, names: Sequence[str]) -> Values:
     """A pool's page table, as far as it is asked for; the mirrors of the rest may be stale."""
     size = mirrors.tokens_per_block
     ends = mirrors.rows("last_page_len" + suffix) + offset
@@ -272,14 +271,21 @@ def _moved_pages(
 
 
 #: by mutation: `(mirrors, names, operand) -> new values`, at least those of `names`.
-ARITHMETIC: dict[str, Callable[[_Mirrors, list[str], Operand], Values]] = {
+ARITHMETIC: dict[str, Callable[[_Mirrors, Sequence[str], Operand], Values]] = {
     "switch_to_generate_": _switched,
     "offset_pos_and_cache_": _offset,
 }
 
 
 def known_operand(info: Any, operands: tuple[Any, ...], value: int) -> torch.Tensor:
-    """Return an operand whose elements are all `value`, `[n]` int32 on the host, as its own dtype would hold it."""
+    """Return an operand whose elements are all `value`, `[n]` int32 on the host, as its own dtype would hold it.
+
+    Who gets it only reads it: it is kept for the next of its kind.
+    """
     dtype = next((o.dtype for o in operands if isinstance(o, torch.Tensor)), torch.int32)
-    rows = int(info.batch_info.get_total_num_sequences())
+    return _filled(int(info.batch_info.get_total_num_sequences()), value, dtype)
+
+
+@functools.lru_cache(maxsize=1024)
+def _filled(rows: int, value: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.full((rows,), value, dtype=dtype).to(torch.int32)

@@ -34,7 +34,11 @@ PIPELINES: dict[str, tuple[str, dict[str, Any]]] = {
     "hybrid": ("mtp_hybrid", {}),
     "triton": ("eagle3_llama_paged", {"attn_backend": "triton", "draft_attn_backend": "triton"}),
     "paged_triton": ("eagle3_llama_paged", {"draft_attn_backend": "triton"}),
+    # A stream takes about a thousand launches, then the host waits; with more drafts, two steps of these are more.
+    "torch_short": ("eagle3_llama", {"speculative_config.max_draft_len": 1}),
+    "hybrid_short": ("mtp_hybrid", {"speculative_config.max_draft_len": 1}),
 }
+DECODING = [name for name in PIPELINES if not name.endswith("_short")]
 GRAPHS: dict[str, dict[str, Any]] = {
     "simple": {},
     "consumers": {"compile_backend": "torch-cudagraph"},
@@ -72,8 +76,12 @@ def synchronising_is_an_error() -> Iterator[None]:
 
 @contextmanager
 def slow(*modules: torch.nn.Module) -> Iterator[None]:
-    """Keep the device busy for a while at every call of these modules."""
-    handles = [m.register_forward_pre_hook(lambda *_: torch.cuda._sleep(CYCLES)) for m in modules]
+    """Keep the device busy for a while behind every call of these modules."""
+
+    def sleep(*_: Any) -> None:
+        torch.cuda._sleep(CYCLES)
+
+    handles = [module.register_forward_hook(sleep) for module in modules]
     try:
         yield
     finally:
@@ -116,7 +124,7 @@ def timed(pipeline: Pipeline, **options: Any) -> TimedEngine:
 
 
 @pytest.mark.parametrize("graphs", ["simple", "consumers", "full"])
-@pytest.mark.parametrize("name", list(PIPELINES))
+@pytest.mark.parametrize("name", DECODING)
 def test_tokens_are_those_without_overlap(name: str, graphs: str) -> None:
     if graphs != "simple" and name in ("torch_paged", "hybrid", "paged_triton"):
         pytest.skip("torch_paged reads mirrors inside the graph")
@@ -134,7 +142,7 @@ def test_tokens_are_those_without_overlap(name: str, graphs: str) -> None:
     print(f"{name} {graphs}: accepted {ahead.accepted} with overlap, {waiting.accepted} without")
 
 
-@pytest.mark.parametrize("name", list(PIPELINES))
+@pytest.mark.parametrize("name", DECODING)
 def test_no_consumer_reads_a_stale_mirror(name: str) -> None:
     pipeline = pipeline_of(name)
     expected = [output.tokens for output in run(pipeline).outputs]
@@ -144,7 +152,7 @@ def test_no_consumer_reads_a_stale_mirror(name: str) -> None:
     print(f"{name}: {sanitizer.checked} reads checked")
 
 
-@pytest.mark.parametrize(("name", "graphs"), [("torch", "simple"), ("triton", "simple"), ("triton", "consumers")])
+@pytest.mark.parametrize(("name", "graphs"), [("torch_short", "simple"), ("triton", "simple"), ("triton", "consumers")])
 def test_nothing_in_the_launch_path_waits_for_the_device(name: str, graphs: str) -> None:
     pipeline = pipeline_of(name, graphs)
     for _ in range(3):  # kernels loaded, each size seen, captured and replayed, memory allocated
@@ -156,7 +164,7 @@ def test_nothing_in_the_launch_path_waits_for_the_device(name: str, graphs: str)
     assert share >= 0.95, f"the host was ahead at {sum(engine.ahead)} of {len(engine.ahead)} launches"
 
 
-@pytest.mark.parametrize("name", ["hybrid", "paged_triton"])
+@pytest.mark.parametrize("name", ["hybrid_short", "paged_triton"])
 def test_the_next_step_is_planned_and_launched_while_the_one_before_it_drafts(name: str) -> None:
     """The target plans on the host with lengths that arrive when the drafts were verified, long before the end."""
     pipeline = pipeline_of(name)

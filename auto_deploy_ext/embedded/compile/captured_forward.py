@@ -19,7 +19,7 @@ from ...hostfuncs.drains import LAUNCHES_MARK
 from ...orchestrator import bind_variants, find_interface_arg, find_orchestrator, own_forward, trace_variants
 from ...orchestrator.dispatch import dispatcher_of
 from ..graph_runner import GraphRunner
-from .captured_module import CaptureStats
+from .captured_module import CapturedModule, CaptureStats
 from .layers import owner_for
 
 logger = logging.getLogger("auto_deploy_ext")
@@ -295,10 +295,15 @@ def _telling_names(variant: Any, buffer: Any) -> tuple[str, ...]:
 def captured_objects(variant: Any, interface: Any) -> list[Any]:
     """What is replaced as a whole when memory that a graph knows moves, or when what it was captured of changes."""
     buffer = interface.info._input_buffer
-    modules = [variant.owner.get_submodule(path) for path in consumers_of(variant)]
-    graphs = [graph for graph in map(wrapped_graph, modules) if graph is not None]
+    modules = consumer_modules(variant)
+    graphs = [graph for graph in map(_graph_of, modules) if graph is not None]
     memory = (*interface._caches.values(), *buffer._device_regions.values())
     return [variant, interface, *memory, *modules, *(type(graph).forward for graph in graphs)]
+
+
+def _graph_of(module: nn.Module) -> nn.Module | None:
+    """The graph that a consumer is or wraps; of a captured one it is known where, and that is asked at every replay."""
+    return module.graph_module if isinstance(module, CapturedModule) else wrapped_graph(module)
 
 
 def consumers_of(variant: Any) -> tuple[str, ...]:
@@ -310,6 +315,17 @@ def consumers_of(variant: Any) -> tuple[str, ...]:
         paths = dict.fromkeys(str(node.target) for node in consumers)
         known = variant.__dict__["_consumers"] = tuple(paths)
     return known
+
+
+def consumer_modules(variant: Any) -> list[nn.Module]:
+    """The consumers themselves, as they are now; it is asked at every replay, and `get_submodule` takes its time."""
+    found = []
+    for path in consumers_of(variant):
+        module = variant.owner
+        for name in path.split("."):
+            module = module._modules[name]
+        found.append(module)
+    return found
 
 
 def parameter_addresses(variant: Any) -> list[tuple[torch.Tensor, int]]:

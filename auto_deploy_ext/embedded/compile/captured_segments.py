@@ -36,7 +36,7 @@ from ...orchestrator import (
 from ...refresh import is_placed
 from ..custom_ops.plan_ops import forget_graph, plan_for_graph
 from ..graph_runner import GraphRunner
-from .captured_forward import CapturedForward, HostState, captured_objects, consumers_of, parameter_addresses
+from .captured_forward import CapturedForward, HostState, captured_objects, consumer_modules, parameter_addresses
 from .captured_module import CapturedModule
 from .layers import owner_for
 from .plan_calls import update_plan
@@ -281,14 +281,13 @@ def _must_stay_whole(variant: Any, interface: Any) -> bool:
     own = vars(interface.info)
     if not FUSIBLE.isdisjoint(own):
         return True
-    modules = [variant.owner.get_submodule(path) for path in consumers_of(variant)]
-    return any(module._forward_hooks or module._forward_pre_hooks for module in modules)
+    return any(module._forward_hooks or module._forward_pre_hooks for module in consumer_modules(variant))
 
 
 @contextlib.contextmanager
 def _eager_consumers(variant: Any) -> Iterator[None]:
     """While active, captured consumers run as they are: what they captured now, nobody would replay."""
-    found = {variant.owner.get_submodule(path) for path in consumers_of(variant)}
+    found = set(consumer_modules(variant))
     captured = [(module, module._sizes) for module in found if isinstance(module, CapturedModule)]
     for module, _ in captured:
         module._sizes = frozenset()

@@ -12,7 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..custom_ops.plan_ops import is_plan_op
+from ..custom_ops.plan_ops import implementation, is_plan_op
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def split_plans(gm: GraphModule) -> tuple[tuple[PlanCall, ...], Callable[..., An
         copied.replace_all_uses_with(last)
         graph.erase_node(copied)
         args, kwargs = (map_arg(a, _argument_of(node)) for a in (node.args, node.kwargs))
-        plans.append(PlanCall(str(last.target), node.target, args, kwargs))
+        plans.append(PlanCall(str(last.target), implementation(node.target), args, kwargs))
     return tuple(plans), GraphModule(gm, graph).forward
 
 

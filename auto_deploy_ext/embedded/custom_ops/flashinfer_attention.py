@@ -99,7 +99,7 @@ def _(
     return cache_loc.new_empty(4 * last_page_len_host.shape[0])
 
 
-register_plan_op(torch.ops.auto_deploy_ext.flashinfer_plan)
+register_plan_op(torch.ops.auto_deploy_ext.flashinfer_plan, flashinfer_plan)
 
 
 @torch.library.custom_op("auto_deploy_ext::flashinfer_cached_attention", mutates_args=("kv_cache",))

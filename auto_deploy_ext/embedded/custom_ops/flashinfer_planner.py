@@ -135,6 +135,7 @@ class SlotRing:
     def __init__(self, layout: TableLayout, device: torch.device, first: int = 16, limit: int = 64) -> None:
         self._layout = layout
         self._on_cuda = device.type == "cuda"
+        self._index = device.index
         self._limit = limit
         self._slots = self._make(first)
         self._next = 0
@@ -163,11 +164,11 @@ class SlotRing:
         return slot
 
     def copies_started(self, slot: _Slot) -> None:
-        """Note that all copies from a slot are on the current stream."""
+        """Note that all copies from a slot are on the device's current stream."""
         if self._on_cuda:
             if slot.copied is None:
                 slot.copied = torch.cuda.Event()
-            slot.copied.record()
+            slot.copied.record(torch.cuda.current_stream(self._index))
 
 
 _float_workspaces: dict[torch.device, torch.Tensor] = {}

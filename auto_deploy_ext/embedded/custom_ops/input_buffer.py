@@ -410,16 +410,15 @@ class InputBuffer:
         Raises:
             ValueError: more data than capacity.
         """
-        self._field(name)
+        capacity = self._field(name).capacity
         mirror = self.get_host_array(name)
-        values = (
-            data.detach().cpu().reshape(-1).numpy()
-            if isinstance(data, torch.Tensor)
-            else np.asarray(data, mirror.dtype)
-        )
+        values = data.detach().cpu().numpy() if isinstance(data, torch.Tensor) else np.asarray(data, mirror.dtype)
         count = values.size
-        self.set_current_length(name, count)
-        mirror[:count] = values.reshape(-1)
+        if count > capacity:
+            self.set_current_length(name, count)  # which says what to do
+        self._lengths[name] = count
+        if count:
+            mirror[:count] = values.reshape(-1)
         if fill_value is not None:
             mirror[count:] = fill_value
         self.bump_mirror(name)

@@ -28,7 +28,7 @@ def tiny_llama(seed: int = 0) -> LlamaForCausalLM:
     """The model that the file holds; its embedding is its head."""
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=len(SPECIAL) + 256 + 1,
+        vocab_size=len(SPECIAL) + 256 + 2,
         hidden_size=64,
         intermediate_size=96,
         num_hidden_layers=LAYERS,
@@ -68,9 +68,9 @@ def write_gguf(path: Path, architecture: str = "llama", tokenizer: bool = True, 
     if tokenizer:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre("smollm")
-        writer.add_token_list([*SPECIAL, *byte_characters(), "he"])
-        writer.add_token_types([gguf.TokenType.CONTROL] * len(SPECIAL) + [gguf.TokenType.NORMAL] * 257)
-        writer.add_token_merges(["h e"])
+        writer.add_token_list([*SPECIAL, *byte_characters(), "he", "ll"])
+        writer.add_token_types([gguf.TokenType.CONTROL] * len(SPECIAL) + [gguf.TokenType.NORMAL] * 258)
+        writer.add_token_merges(["h e", "l l"])  # transformers 5.17 cannot read a list of one
         writer.add_bos_token_id(1)
         writer.add_eos_token_id(2)
         writer.add_add_bos_token(False)
