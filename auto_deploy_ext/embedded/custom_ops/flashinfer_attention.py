@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 
 from ... import kernels
 from .attention_descriptor import AttentionRegistry, Constant, PrepareMetadataInfo, ResourceHandlerDict
-from .flashinfer_planner import Mirrors, PlanGeometry, load_flashinfer, planner, planner_for, run
+from .flashinfer_planner import Mirrors, PlanGeometry, known_planner, load_flashinfer, planner, planner_for, run
 from .paged_backends import attention_geometry, backend_option, check_dtype, kv_pages
 from .plan_ops import register_plan_op
 from .torch_attention import SourceAttentionDescriptor, attention_scale
@@ -64,13 +64,13 @@ def flashinfer_plan(
 
     Raises:
         ImportError: FlashInfer is not installed.
+        RuntimeError: a stream is being captured, and nothing of these sizes was planned before.
     """
-    capturing = cache_loc.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    if capturing:
-        return planner(planner_handle).table
     geometry = PlanGeometry(num_heads, num_kv_heads, head_dim, tokens_per_block, getattr(torch, dtype))
-    own = planner_for(planner_handle, geometry, last_page_len_host.shape[0], cache_loc.shape[0], cache_loc.device)
-    return own.plan(
+    max_rows, num_entries, device = last_page_len_host.shape[0], cache_loc.shape[0], cache_loc.device
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return known_planner(planner_handle, geometry, max_rows, num_entries, device).table
+    return planner_for(planner_handle, geometry, max_rows, num_entries, device).plan(
         Mirrors(batch_info_host, cu_seqlen_host, cu_num_pages_host, last_page_len_host, seq_len_with_cache_host)
     )
 

@@ -279,6 +279,11 @@ class FlashInferPlanner:
         own = (self.geometry, self.layout.max_rows, self.num_entries, self.device)
         return own == (geometry, max_rows, num_entries, device)
 
+    @property
+    def serves_graphs(self) -> bool:
+        """Whether a device graph has the planner's memory as constants."""
+        return bool(self._graphs)
+
     def plan(self, mirrors: Mirrors) -> torch.Tensor:
         """Plan the batch that the mirrors describe; gives the table, always the same tensor."""
         counts = batch_counts(mirrors.batch_info)
@@ -512,38 +517,80 @@ def run(planned: Planned, q: torch.Tensor, kv_cache: torch.Tensor, scale: float)
 
 # -- planners ----------------------------------------------------------------------------------------------------------
 
-_planners: dict[int, FlashInferPlanner] = {}
+#: by number: a planner for each size that is known; what was planned last stands at the end.
+_planners: dict[int, list[FlashInferPlanner]] = {}
+_KEPT_IDLE = 4
+"""How many planners of one number are kept that serve no device graph: what they hold can be made again."""
 
 
 def planner_for(
     handle: int, geometry: PlanGeometry, max_rows: int, num_entries: int, device: torch.device
 ) -> FlashInferPlanner:
-    """The planner that a consumer's graph names by a number, made at its first plan and when its sizes change.
+    """The planner that a consumer's graph names by a number, made at its first plan with these sizes.
 
-    Graphs that share a number (a copy of a graph does with its original) may share a planner, because between a plan
-    and the attention that it is for, no other plan is made.
+    Copies of a graph have its number, and so may a graph that was pickled elsewhere. Those of other sizes have planners
+    of their own; those of the same sizes share one, because between a plan and the attention that it is for, no other
+    plan is made.
     """
-    planner = _planners.get(handle)
-    if planner is None or not planner.fits(geometry, max_rows, num_entries, device):
-        planner = _planners[handle] = FlashInferPlanner(geometry, max_rows, num_entries, device)
-    return planner
+    known = _planners.get(handle)
+    if known is not None:
+        last = known[-1]
+        if last.fits(geometry, max_rows, num_entries, device):
+            return last
+    found = _found(handle, geometry, max_rows, num_entries, device)
+    return _new_planner(handle, geometry, max_rows, num_entries, device) if found is None else found
+
+
+def _found(handle: int, *sizes: Any) -> FlashInferPlanner | None:
+    """The planner of that number and these sizes, which goes to the end."""
+    known = _planners.get(handle, [])
+    for place, candidate in enumerate(known):
+        if candidate.fits(*sizes):
+            known.append(known.pop(place))
+            return candidate
+    return None
+
+
+def _new_planner(handle: int, *sizes: Any) -> FlashInferPlanner:
+    made = FlashInferPlanner(*sizes)
+    known = _planners.setdefault(handle, [])
+    idle = [candidate for candidate in known if not candidate.serves_graphs]
+    for oldest in idle[: max(0, len(idle) + 1 - _KEPT_IDLE)]:
+        known.remove(oldest)
+    known.append(made)
+    return made
+
+
+def known_planner(
+    handle: int, geometry: PlanGeometry, max_rows: int, num_entries: int, device: torch.device
+) -> FlashInferPlanner:
+    """The planner of that number and these sizes; the attention that follows runs with it.
+
+    Raises:
+        RuntimeError: nothing was planned for it yet.
+    """
+    found = _found(handle, geometry, max_rows, num_entries, device)
+    if found is None:
+        raise RuntimeError(f"planner {handle} is to be captured before anything of these sizes was planned for it")
+    return found
 
 
 def planner(handle: int) -> FlashInferPlanner:
-    """The planner of that number.
+    """The planner of that number for which a plan was made last.
 
     Raises:
         RuntimeError: nothing was planned for it yet.
     """
     try:
-        return _planners[handle]
+        return _planners[handle][-1]
     except KeyError:
         raise RuntimeError(f"the attention of planner {handle} was called before anything was planned for it") from None
 
 
 def _forget(graph: Hashable) -> None:
     for known in _planners.values():
-        known.forget(graph)
+        for candidate in known:
+            candidate.forget(graph)
 
 
 on_forget(_forget)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -214,6 +215,67 @@ def test_a_freed_graphs_wrapper_is_let_go() -> None:
     assert set(own._graphs) == {"a"}
     forget_graph("a")
     assert not own._graphs
+
+
+# -- copies of a consumer, which have its planner's number -------------------------------------------------------------
+
+
+def sized(max_rows: int = 4, entries: int = 16, kv_heads: int = 1, page: int = 4, past: int = 5) -> PagedBatch:
+    shape = (2, kv_heads, 64)
+    return make_batch(
+        ([3, 3], 0, 2), [past, past], shape, page, dtype=torch.bfloat16, max_rows=max_rows, entries=entries
+    )
+
+
+@pytest.mark.parametrize("other", [{"max_rows": 8}, {"entries": 32}, {"kv_heads": 2}, {"page": 8}])
+@pytest.mark.parametrize("graphs", [False, True])
+def test_copies_of_different_size_leave_each_others_planner_alone(other: dict[str, int], graphs: bool) -> None:
+    copies = {"original": {}, "copy": other}
+    tables, wrappers, planned = {}, {}, []
+    for past in (5, 9, 5):
+        for name, sizes in copies.items():
+            batch = sized(**sizes, past=past)
+            with plan_for_graph(name) if graphs else contextlib.nullcontext():
+                table = plan(batch)
+            own = flashinfer_planner.planner(1)
+            assert own.table is tables.setdefault(name, own.table) and table.data_ptr() == own.table.data_ptr()
+            assert own.current.wrapper is wrappers.setdefault(name, own.current.wrapper)
+            assert torch.equal(attend(batch, table)[0], batch.reference(0.3)[0])
+        planned.append(sum(how == "plan" for how, *_ in double.calls))
+    assert wrappers["original"] is not wrappers["copy"]
+    assert planned == [2, 2, 2], "each has gone through FlashInfer's front door once"
+    forget_graph("copy")
+    serving = [sorted(own._graphs) for own in flashinfer_planner._planners[1]]
+    assert sorted(serving) == ([[], ["original"]] if graphs else [[], []])
+
+
+def test_copies_of_equal_size_share_a_planner_and_each_has_its_graphs() -> None:
+    for name in ("original", "copy"):
+        with plan_for_graph(name):
+            plan(sized())
+    (own,) = flashinfer_planner._planners[1]
+    assert set(own._graphs) == {"original", "copy"}
+
+
+def test_a_capture_takes_the_planner_of_its_sizes() -> None:
+    first, second = sized(), sized(entries=32)
+    tables = [plan(batch) for batch in (first, second)]
+    known = [flashinfer_planner._planners[1][place] for place in (0, 1)]
+    for own, table in zip(known, tables, strict=True):
+        sizes = (own.geometry, own.layout.max_rows, own.num_entries, own.device)
+        assert flashinfer_planner.known_planner(1, *sizes) is flashinfer_planner.planner(1) is own
+        assert own.table.data_ptr() == table.data_ptr()
+    with pytest.raises(RuntimeError, match="planner 1 is to be captured before anything of these sizes was planned"):
+        flashinfer_planner.known_planner(1, known[0].geometry, 5, 16, known[0].device)
+
+
+def test_of_sizes_that_no_graph_needs_a_few_are_kept() -> None:
+    with plan_for_graph("a"):
+        plan(sized(entries=16))
+    for entries in range(20, 30):
+        plan(sized(entries=entries))
+    kept = [own.num_entries for own in flashinfer_planner._planners[1]]
+    assert kept == [16, 26, 27, 28, 29]
 
 
 def test_kernels_are_loaded_before_a_capture() -> None:
