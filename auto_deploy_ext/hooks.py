@@ -189,6 +189,16 @@ def _hook(module: nn.Module) -> None:
         module.register_forward_hook(leave_consumer, always_call=True)
 
 
+def has_other_hooks(module: nn.Module) -> bool:
+    """Whether a module has forward hooks beside a consumer's own, which do nothing outside of such a forward."""
+    before, after = module._forward_pre_hooks, module._forward_hooks
+    if not before and not after:
+        return False
+    return any(hook is not fetch_before for hook in before.values()) or any(
+        hook is not leave_consumer for hook in after.values()
+    )
+
+
 def fetch(module: nn.Module, kwargs: Mapping[str, Any]) -> None:
     """Bring the stale mirrors of a consumer up to date; nothing outside of such a forward."""
     demand = _active.get()

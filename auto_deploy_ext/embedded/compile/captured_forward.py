@@ -146,6 +146,10 @@ class CapturedForward:
     5. If the interface's memory, a consumer or a parameter has moved, all graphs are dropped and captured anew.
     6. A copy, also a pickled one, starts without graphs.
 
+    Of the parameters, only the memory of the first and of the last is looked at, because that of all would take the
+    host some 20 us a step: after `param.data = other` on one of the others, or after parameters were replaced by new
+    ones (`load_state_dict(assign=True)`), call `forget_graphs`.
+
     Args:
         batch_sizes: numbers of rows that are captured.
         max_draft_len: drafts in an extend row.
@@ -224,7 +228,8 @@ class CapturedForward:
         lengths = info._input_buffer._lengths
         names = _telling_names(variant, info._input_buffer)
         inference = torch.is_inference_mode_enabled()
-        return id(variant), id(interface), inference, counts, tuple([lengths[name] for name in names])
+        # By weak references: of a freed one the `id` may be another's, and its reference equals no other.
+        return weakref.ref(variant), weakref.ref(interface), inference, counts, tuple([lengths[name] for name in names])
 
     # ---------------------------------------------------------------- capturing
 

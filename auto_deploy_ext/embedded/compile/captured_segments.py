@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from ... import fused_mutations, host_mirrors, sanitizer
 from ...capture import CaptureError
 from ...fused_mutations import COPY_NAME, FUSIBLE, SWITCH_NAME, Part
-from ...hooks import HookedForward
+from ...hooks import HookedForward, has_other_hooks
 from ...orchestrator import (
     Dispatcher,
     OrchestratorError,
@@ -281,7 +281,7 @@ def _must_stay_whole(variant: Any, interface: Any) -> bool:
     own = vars(interface.info)
     if not FUSIBLE.isdisjoint(own):
         return True
-    return any(module._forward_hooks or module._forward_pre_hooks for module in consumer_modules(variant))
+    return any(map(has_other_hooks, consumer_modules(variant)))
 
 
 @contextlib.contextmanager

@@ -240,6 +240,16 @@ def test_a_sanitized_model_and_one_with_hooks_run_their_consumers(built: Any, fl
     assert stats.replays == replays + 1
 
 
+def test_a_batch_that_no_variant_covers_keeps_later_ones_from_nothing(built: Any) -> None:
+    captured = segmented(scoped(built("torch"), "auto", fused=False))
+    captured.cm.info.activate_arg("prompt_lens")  # so that the next batch is another than any that was traced
+    step(captured)
+    assert captured.model.draft_model._forward_hooks, "it ran the wrapper as written, with mirrors on demand"
+    for _ in range(3):
+        step(captured)
+    assert runner_of(captured).stats.replays >= 1
+
+
 def test_what_keeps_something_is_not_split_and_the_log_says_so(built: Any, caplog: pytest.LogCaptureFixture) -> None:
     model = copy.deepcopy(built("torch").model)
     model.__dict__.pop("forward", None)

@@ -95,7 +95,7 @@ def with_pages(pipeline: Any) -> Any:
     return pipeline
 
 
-def step(pipeline: Any, rows: int = 2, past: int = 5, cache_loc: list[int] | None = None) -> Any:
+def nest(pipeline: Any, rows: int = 2, past: int = 5, cache_loc: list[int] | None = None) -> None:
     """An extend-only batch with a history, on empty caches."""
     cm = pipeline.cm
     for cache in cm.kv_cache_manager.resources.values():
@@ -108,8 +108,13 @@ def step(pipeline: Any, rows: int = 2, past: int = 5, cache_loc: list[int] | Non
         extra_page_per_seq_per_pool=[[40 + i for i in range(rows)]],
         **({} if cache_loc is None else {"cache_loc_per_pool": [cache_loc]}),
     )
+
+
+def step(pipeline: Any, rows: int = 2, past: int = 5, cache_loc: list[int] | None = None) -> Any:
+    """Run the model on that batch."""
+    nest(pipeline, rows, past, cache_loc)
     with torch.no_grad():
-        return pipeline.model(cm)
+        return pipeline.model(pipeline.cm)
 
 
 def state(cm: Any) -> tuple[Any, ...]:
@@ -149,7 +154,7 @@ def test_plain_decoding_replays_the_target(built: Any) -> None:
 def test_state_after_a_replay_is_that_after_an_eager_run(built: Any, capture: str) -> None:
     plain, captured = with_pages(built("torch-simple")), with_pages(built(capture=capture))
     with torch.no_grad():
-        for past in (5, 5, 5, 9, 2, 18):  # tables of other lengths, some with pages that are crossed
+        for past in (5, 5, 5, 5, 9, 2, 18):  # tables of other lengths, some with pages that are crossed
             same = [step(pipeline, past=past) for pipeline in (plain, captured)]
             assert all(torch.equal(same[0][name], same[1][name]) for name in same[0])
             states = [state(pipeline.cm) for pipeline in (plain, captured)]
@@ -299,6 +304,40 @@ def test_a_copied_wrapper_captures_anew(built: Any, capture: str, how: str) -> N
     assert twin.captured_batch_sizes == (1, 2, 4)
     assert tokens(pipeline, twin, length=8, num_prompts=1) == expected
     assert stats(twin)["captures"] > 0
+
+
+def in_the_place_of(freed: list[Any]) -> Any:
+    """A shallow copy of the only element, which is freed, that lies where that lay."""
+    original, kept = copy.copy(freed[0]), []
+    place = id(freed.pop())
+    for _ in range(10_000):
+        kept.append(copy.copy(original))
+        if id(kept[-1]) == place:
+            return kept[-1]
+    raise AssertionError("memory was not used again")
+
+
+@pytest.mark.parametrize("capture", ["full", "segments"])
+def test_an_interface_in_the_memory_of_a_freed_one_is_another(built: Any, capture: str) -> None:
+    pipeline = captured_copy(built("torch-simple"), capture, [2])
+    dispatcher = dispatcher_of(pipeline.model)
+    assert dispatcher is not None
+    step(pipeline)
+    nest(pipeline)
+    variant, runner = dispatcher.select(pipeline.cm), type(dispatcher.runner)([2], K)
+
+    @torch.no_grad()
+    def drafts(interface: Any) -> list[list[int]]:
+        nest(pipeline)
+        return runner(variant, interface).next_draft_tokens.tolist()
+
+    freed = [copy.copy(pipeline.cm)]
+    expected = drafts(freed[0])
+    other = in_the_place_of(freed)
+    assert drafts(other) == expected
+    assert (runner.stats.eager, runner.stats.captures) == (2, 0), "what was noted of the freed one counts no more"
+    assert drafts(other) == expected
+    assert (runner.stats.eager, runner.stats.captures) == (2, 1)
 
 
 def test_variants_learned_later_call_the_same_captures(built: Any) -> None:
