@@ -58,6 +58,8 @@ def mutate_all(info: Any, parts: tuple[tuple[Any, ...], ...], operands: Sequence
 
 #: by SequenceInfo: its runs by the identity of their parts, which are constants of compiled code.
 _RUNS: weakref.WeakKeyDictionary[Any, dict[int, _Run]] = weakref.WeakKeyDictionary()
+#: how many of an interface are kept: an interpreter gives new parts at each call. Constants come back when needed.
+_MOST_RUNS = 1024
 #: by SequenceInfo: where its buffers lie.
 _MEMORIES: weakref.WeakKeyDictionary[Any, KernelMemory] = weakref.WeakKeyDictionary()
 
@@ -68,6 +70,8 @@ def _run_of(info: Any, parts: tuple[tuple[Any, ...], ...]) -> _Run:
         runs = _RUNS[info] = {}
     run = runs.get(id(parts))
     if run is None:
+        if len(runs) >= _MOST_RUNS:
+            runs.clear()
         known = next((r for r in runs.values() if r.parts == parts), None)
         # What is held cannot lose its identity to something else.
         run = runs[id(parts)] = _Run(info, parts) if known is None else known.renamed(parts)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Interpreter
 
 import auto_deploy_ext
 from auto_deploy_ext import StaleHostMirrorError, fused_launch, fused_mutations, record_mirrors, sanitize
@@ -288,6 +288,27 @@ def test_arguments_that_are_activated_later_are_taken_into_account(cm: Any) -> N
     assert results[0] == results[1] == ([7, 9], [])
     assert results[2] == results[3]
     assert [trigger for _, trigger in results[2][1]] == [SWITCH, OFFSET]
+
+
+def test_an_interpreter_which_builds_arguments_anew_does_not_fill_the_memory(
+    cm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused_mutations, "_MOST_RUNS", 4)
+    gm = graph_of(SWITCH, "input_ids", OFFSET)
+    fuse_graphs([gm], cm)
+    info, offset, tokens = make_interface().info, torch.ones(3, dtype=torch.int32), torch.arange(3, dtype=torch.int32)
+    found = []
+    for call in range(10):
+        info.set_example_sequence([[1, 2, 3], [4], [5, 6]], input_pos=[4, 5, 6])
+        (Interpreter(gm).run if call % 3 else gm)(info, offset, tokens)
+        state = in_use(info)
+        found.append((state["input_pos"], state["input_ids"]))
+        assert len(fused_mutations._RUNS[info]) <= 4
+    assert found == found[:1] * 10 and found[0] == ([7, 6, 8], [0, 1, 2])
+    # Compiled code has the same object each time, and finds its run again.
+    (node,) = gm.graph.find_nodes(op="call_function", target=ops.mutate_all)
+    parts = node.args[1]
+    assert fused_mutations._run_of(info, parts) is fused_mutations._run_of(info, parts)
 
 
 def test_methods_that_somebody_has_replaced_are_called(cm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
