@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gzip
 import json
 import math
@@ -14,11 +15,11 @@ import torch
 from auto_deploy_ext.bench.batches import RING, longest_sequence, make_ring
 from auto_deploy_ext.bench.cells import POLICIES, Backend, Group, Variant, groups_of, rotated, variants_of
 from auto_deploy_ext.bench.launches import launches_in
-from auto_deploy_ext.bench.measure import Block, Steps, Traffic
+from auto_deploy_ext.bench.measure import Block, RunAhead, Steps, Traffic
 from auto_deploy_ext.bench.pipelines import Limits, ModelSource
-from auto_deploy_ext.bench.plot import write_plot
+from auto_deploy_ext.bench.plot import draw, write_plot
 from auto_deploy_ext.bench.policies import make_forwards
-from auto_deploy_ext.bench.results import CELL_FIELDS, MergeError, merge_results, targets
+from auto_deploy_ext.bench.results import CELL_FIELDS, MergeError, load_result, merge_results, targets
 from auto_deploy_ext.bench.session import Effort, Measured, Session
 from auto_deploy_ext.cli import EXIT_OK, EXIT_USAGE, main
 from auto_deploy_ext.embedded.config import load_config
@@ -257,11 +258,19 @@ def test_a_pipeline_that_cannot_be_built_does_not_stop_the_others(source, caplog
 # ---------------------------------------------------------------- results
 
 
-def measured(policy: str, fused: bool, step_us: float, limit_us: float, batch: int = 8, ahead: float = 1.0) -> Measured:
+def measured(
+    policy: str,
+    fused: bool,
+    step_us: float,
+    limit_us: float,
+    batch: int = 8,
+    ahead: float = 1.0,
+    noise: float = 0.0,
+) -> Measured:
     group = Group(Backend("flashinfer", "torch-cudagraph", 6), batch, 1024)
     ratio = step_us / limit_us
-    blocks = (Block(step_us, step_us),) * 3
-    return Measured(group, Variant(policy, fused), blocks, 4, ratio, ratio, Traffic(1, 32, 0.5), ahead)
+    blocks = tuple(Block(step_us * factor, step_us * factor) for factor in (1 - noise, 1, 1 + noise))
+    return Measured(group, Variant(policy, fused), blocks, 4, ratio, ratio, Traffic(1, 32, 0.5), RunAhead(ahead, ()))
 
 
 def result_of(*cells: Measured, launches: tuple = (), **about) -> dict:
@@ -322,6 +331,41 @@ def test_a_plot_shows_all_parts(tmp_path):
     assert (tmp_path / "made" / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
+def error_bars(result: dict) -> dict[str, list[tuple[float, float]]]:
+    """By policy, the ends of the error bars in the first picture, from left to right."""
+    from matplotlib.container import BarContainer
+
+    ends = {}
+    for bars in draw(result).axes[0].containers:
+        if isinstance(bars, BarContainer):
+            _, _, (lines,) = bars.errorbar.lines
+            ends[bars.get_label()] = [tuple(line[:, 1]) for line in lines.get_segments() if len(line)]
+    return ends
+
+
+def test_a_bar_of_a_plot_shows_how_far_its_quartiles_are_apart():
+    cells = [
+        measured("none", True, 1000, 1000),
+        measured("auto", True, 1100, 1000, noise=0.1),
+        measured("none", False, 1000, 1000),
+        measured("auto", False, 1100, 1000, noise=0.3),  # not drawn: there are fused cells
+        measured("none", True, 500, 500, batch=1),
+        measured("auto", True, 1000, 500, batch=1, noise=0.2),
+        measured("scoped", True, 600, 500, batch=1),  # without noise
+    ]
+    result = result_of(*cells)
+    # Of three values, the quartiles are the outer ones.
+    expected = {"auto": [(0.99, 1.21), (1.6, 2.4)], "scoped": []}
+    found = error_bars(result)
+    assert found.keys() == expected.keys()
+    assert all(found[policy] == [pytest.approx(ends) for ends in expected[policy]] for policy in expected)
+    bottom, top = draw(result).axes[0].get_ylim()
+    assert bottom < 0.95 and top > 2.4
+    assert error_bars({**result, "details": []}) == {"auto": [], "scoped": []}
+    del result["details"]
+    assert error_bars(result) == {"auto": [], "scoped": []}
+
+
 # ---------------------------------------------------------------- the command
 
 
@@ -363,7 +407,10 @@ def test_the_command_measures_and_its_files_merge(tmp_path, capsys):
         (["--repetitions", "2"], "a median needs at least 3"),
         (["--k", "9"], "a page of 8 tokens"),
         (["--attn", "torch_pagde"], "unknown attention backend 'torch_pagde'; did you mean 'torch_paged'?"),
-        (["--compile", "torch-cudagraf"], "there are torch-cudagraph, torch-simple"),
+        (
+            ["--compile", "torch-cudagraf"],
+            "--compile: unknown compile backend 'torch-cudagraf'; did you mean 'torch-cudagraph'?",
+        ),
         (["--config", "nowhere"], "no config of this name"),
     ],
 )
@@ -379,8 +426,58 @@ def test_the_default_config_asks_for_a_gpu(capsys):
     assert "--config bench_tiny runs on the CPU" in capsys.readouterr().err
 
 
-def test_a_file_of_something_else_is_not_merged(tmp_path, capsys):
-    other = tmp_path / "other.json"
-    other.write_text('{"benchmark": "plan_scaling"}')
-    assert main(["bench", "--merge", str(other)]) == EXIT_USAGE
-    assert "was not written by auto-deploy-ext bench" in capsys.readouterr().err
+def without(result: dict, *path) -> dict:
+    """A copy of a result without what lies at the path."""
+    damaged = copy.deepcopy(result)
+    holder = damaged
+    for step in path[:-1]:
+        holder = holder[step]
+    del holder[path[-1]]
+    return damaged
+
+
+WHOLE = result_of(measured("none", True, 1000, 1000), measured("auto", True, 1100, 1000))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"benchmark": "plan_scaling"}', "was not written by auto-deploy-ext bench"),
+        ("[1, 2]", "was not written by auto-deploy-ext bench"),
+        ("half a fi", "is no JSON file"),
+        ("", "is no JSON file"),
+        (json.dumps(without(WHOLE, "versions")), "versions is missing"),
+        (json.dumps(without(WHOLE, "details")), "details is missing"),
+        (json.dumps(without(WHOLE, "device", "is_gpu")), "device.is_gpu is missing"),
+        (json.dumps(without(WHOLE, "cells", 1, "step_us")), "cells[1].step_us is missing"),
+        (json.dumps({**WHOLE, "launches": None}), "launches is None"),
+        (json.dumps({**WHOLE, "cells": ["auto"]}), "cells[0] is 'auto'"),
+        (
+            json.dumps({**WHOLE, "left_out": [{"what": "all", "why": ["no", "time"]}]}),
+            "left_out[0].why is ['no', 'time']",
+        ),
+        (json.dumps({**WHOLE, "cells": [{**WHOLE["cells"][0], "step_us": None}]}), "cells[0].step_us is None"),
+    ],
+)
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_file_that_is_no_result_is_not_merged(tmp_path, capsys, text, message, place):
+    files = [tmp_path / "whole.json", tmp_path / "whole_too.json"]
+    files.insert(place, tmp_path / "other.json")
+    for path in files:
+        path.write_text(text if path.name == "other.json" else json.dumps(WHOLE))
+    assert main(["bench", "--merge", *map(str, files)]) == EXIT_USAGE
+    said = capsys.readouterr().err
+    assert str(tmp_path / "other.json") in said and message in said
+
+
+def test_a_file_in_another_encoding_is_not_merged(tmp_path):
+    (tmp_path / "other.json").write_bytes(b"\xff\xfe{")
+    with pytest.raises(MergeError, match=r"other\.json is no JSON file"):
+        load_result(tmp_path / "other.json")
+
+
+def test_the_run_ahead_fraction_is_split_by_the_calls_of_a_step() -> None:
+    """Two steps of three calls, of which the very first has none before it; the second call of each came too late."""
+    ahead = RunAhead.of([False, True, True, False, True], 2)
+    assert ahead.share == 3 / 5
+    assert ahead.by_call == (1.0, 0.0, 1.0)

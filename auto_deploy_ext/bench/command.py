@@ -44,7 +44,7 @@ examples:
   auto-deploy-ext bench --attn flashinfer --compile torch-cudagraph --k 6 --batch 8
   auto-deploy-ext bench --parts scale --attn flashinfer --compile torch-cudagraph --k 6 --json scale.json
   auto-deploy-ext bench --merge all.json scale.json --json both.json --plot both.png
-  auto-deploy-ext bench --config bench_tiny                 without a GPU: not a measurement, but every part of it runs
+  auto-deploy-ext bench --quick --config bench_tiny         without a GPU: not a measurement, but every part of it runs
 
 What does not fit --budget-seconds is left out, and the output says so; a cell that is there has been repeated three
 times at least. Whatever cannot be built (a backend that is not installed) is left out with its reason.
@@ -145,6 +145,7 @@ def add_parser(commands: Any) -> None:
 def _check_backends(attention: Iterable[str], compiled: Iterable[str]) -> None:
     """Raise BenchError for a name that no backend has."""
     from ..embedded.custom_ops.attention_interface import AttentionRegistry
+    from ..embedded.custom_ops.input_buffer import unknown_name_message
     from ..embedded.transform.library.compile_model import COMPILE_BACKENDS
 
     for name in attention:
@@ -154,7 +155,7 @@ def _check_backends(attention: Iterable[str], compiled: Iterable[str]) -> None:
             raise BenchError(f"--attn: {error}") from error
     for name in compiled:
         if name not in COMPILE_BACKENDS:
-            raise BenchError(f"--compile: unknown backend {name!r}; there are {', '.join(sorted(COMPILE_BACKENDS))}")
+            raise BenchError(f"--compile: {unknown_name_message('compile backend', name, COMPILE_BACKENDS)}")
 
 
 def bench_command(arguments: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -20,6 +21,7 @@ from .pipelines import BenchPipeline
 
 CONSUMERS = ("target_model", "draft_model")
 _WARM_STEPS = 2
+_WATCHED_STEPS = 2 * RING
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,26 @@ class Traffic:
     transfers: float
     bytes: float
     waits: float
+
+
+@dataclass(frozen=True)
+class RunAhead:
+    """How far ahead of the device the host issues consumer calls.
+
+    Attributes:
+        share: of the calls that began while the one before was still running.
+        by_call: the same for each call of a step, in order: verification first, then the drafts.
+    """
+
+    share: float
+    by_call: tuple[float, ...]
+
+    @classmethod
+    def of(cls, running: Sequence[bool], steps: int) -> RunAhead:
+        """Out of what was seen at each call but the very first, over whole steps."""
+        per_step = (len(running) + 1) // steps
+        places = [[seen for i, seen in enumerate(running, 1) if i % per_step == call] for call in range(per_step)]
+        return cls(statistics.fmean(running), tuple(statistics.fmean(place) for place in places if place))
 
 
 class Steps:
@@ -149,8 +171,8 @@ class Steps:
             sum(transfer.waited for transfer in transfers) / RING,
         )
 
-    def run_ahead(self, variant: Variant) -> float | None:
-        """The share of consumer calls, after the first, that began while the one before was still running.
+    def run_ahead(self, variant: Variant) -> RunAhead | None:
+        """How often consumer calls, after the first, began while the one before was still running.
 
         An event follows each consumer call on the stream; the next call begins with asking whether it has happened.
         Where orchestrators run as segments, the launch of a graph that contains consumers is what counts as a call.
@@ -162,9 +184,9 @@ class Steps:
         with self.using(variant):
             self.run(_WARM_STEPS)
             with self._watching(variant, looker):
-                self.run(2 * RING)
+                self.run(_WATCHED_STEPS)
             self.synchronize()
-        return looker.running / looker.calls if looker.calls else None
+        return RunAhead.of(looker.running, _WATCHED_STEPS) if looker.running else None
 
     def _watching(self, variant: Variant, looker: _Looker) -> AbstractContextManager[None]:
         runner = self.forwards[variant].runner
@@ -177,14 +199,12 @@ class _Looker:
     """Asks before each call whether the previous one's event has happened."""
 
     def __init__(self) -> None:
-        self.calls = 0
-        self.running = 0
+        self.running: list[bool] = []
         self._event: torch.cuda.Event | None = None
 
     def before(self, name: str) -> None:
         if self._event is not None:
-            self.calls += 1
-            self.running += not self._event.query()
+            self.running.append(not self._event.query())
 
     def after(self, name: str) -> None:
         self._event = torch.cuda.Event()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .cells import LIMIT, POLICIES
-from .results import GROUP_KEY
+from .results import CELL_KEY, GROUP_KEY
 
 _COLOURS = {
     "none": "#888888",
@@ -17,6 +17,7 @@ _COLOURS = {
     "scoped": "#d1495b",
     "full": "#7b2d26",
 }
+_ERROR_BARS: dict[str, Any] = {"ecolor": "black", "elinewidth": 0.8, "capsize": 1.5}
 _LINES: dict[str, Any] = {"auto": "-", "scoped": "--"}
 
 
@@ -37,7 +38,21 @@ def check_available() -> None:
 
 
 def write_plot(result: Mapping[str, Any], path: Path) -> None:
+    """Write the picture of a result, see `draw`, as a PNG file.
+
+    Raises:
+        PlotError: matplotlib is not installed.
+    """
+    figure = draw(result)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+def draw(result: Mapping[str, Any]) -> Any:
     """Draw what a result holds: a bar per policy and group, and lines over batch size and sequence length.
+
+    Returns:
+        matplotlib's Figure.
 
     Raises:
         PlotError: matplotlib is not installed.
@@ -49,21 +64,31 @@ def write_plot(result: Mapping[str, Any], path: Path) -> None:
     rows = len(compiled) + bool(result["scale"])
     figure = Figure(figsize=(14, 4.2 * max(rows, 1) + 0.6), layout="constrained")
     grid = figure.add_gridspec(max(rows, 1), 2)
+    spreads = _spreads(result)
     for row, backend in enumerate(compiled):
         own = [cell for cell in result["cells"] if cell["compile_backend"] == backend]
-        _ratio_bars(figure.add_subplot(grid[row, :]), own, backend)
+        _ratio_bars(figure.add_subplot(grid[row, :]), own, spreads, backend)
     if result["scale"]:
         _lines(figure.add_subplot(grid[rows - 1, 0]), result["scale"], over="batch", per="context")
         _lines(figure.add_subplot(grid[rows - 1, 1]), result["scale"], over="context", per="batch")
     device = result["device"]
     note = "" if device["is_gpu"] else ": not a GPU measurement"
     figure.suptitle(f"One Eagle step, {result['config']} on {device['name']}{note}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    return figure
 
 
-def _ratio_bars(axes: Any, cells: Sequence[Mapping[str, Any]], title: str) -> None:
-    """Step time over the limit's; the fused cells, where there are any."""
+def _spreads(result: Mapping[str, Any]) -> dict[tuple[Any, ...], float]:
+    """By cell, the distance of its quartiles over its median; of results without details none."""
+    return {tuple(entry[name] for name in CELL_KEY): entry["spread"] for entry in result.get("details", ())}
+
+
+def _ratio_bars(
+    axes: Any, cells: Sequence[Mapping[str, Any]], spreads: Mapping[tuple[Any, ...], float], title: str
+) -> None:
+    """Step time over the limit's; the fused cells, where there are any.
+
+    An error bar is as long as the distance of the quartiles, half of it to each side.
+    """
     fused = any(cell["fused"] for cell in cells)
     cells = [cell for cell in cells if cell["fused"] == fused]
     groups = list(dict.fromkeys(tuple(cell[name] for name in GROUP_KEY) for cell in cells))
@@ -73,10 +98,17 @@ def _ratio_bars(axes: Any, cells: Sequence[Mapping[str, Any]], title: str) -> No
     lowest, highest = 0.95, 1.05
     for index, policy in enumerate(policies):
         ratios = {tuple(c[name] for name in GROUP_KEY): c["ratio_to_limit"] for c in cells if c["policy"] == policy}
-        places = [place + (index - (len(policies) - 1) / 2) * width for place in range(len(groups))]
-        heights = [ratios.get(group, float("nan")) for group in groups]
-        lowest, highest = min(lowest, *ratios.values()), max(highest, *ratios.values())
-        axes.bar(places, heights, width, label=policy, color=_COLOURS[policy])
+        shift = (index - (len(policies) - 1) / 2) * width
+        bars = [
+            (place + shift, ratios[group], ratios[group] * spreads.get((*group, policy, fused), 0.0) / 2)
+            for place, group in enumerate(groups)
+            if group in ratios
+        ]
+        places, heights, halves = zip(*bars, strict=True)
+        lowest = min(lowest, *(height - half for _, height, half in bars))
+        highest = max(highest, *(height + half for _, height, half in bars))
+        errors = [half or float("nan") for half in halves]  # what is not known is not drawn
+        axes.bar(places, heights, width, label=policy, color=_COLOURS[policy], yerr=errors, error_kw=_ERROR_BARS)
     axes.axhline(1.0, color=_COLOURS[LIMIT], linewidth=1)
     labels = [
         f"{attention}\nK={k}, batch {batch}\n{limits.get((attention, compiled, k, batch), 0):.0f} us"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import platform
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from .cells import BenchError, Group, Variant
+from .launches import Launches
 from .session import Findings, LeftOut, Measured
 
 BENCHMARK = "eagle_step"
@@ -36,6 +37,18 @@ CELL_FIELDS = (
 #: by which cells are told apart, and cells of the same run belong together.
 CELL_KEY = CELL_FIELDS[:6]
 GROUP_KEY = CELL_FIELDS[:4]
+
+#: what entries of the JSON's lists have; `targets` is made anew of them.
+_ENTRY_FIELDS = {
+    "cells": CELL_FIELDS,
+    "details": (*CELL_KEY, "spread"),
+    "scale": (*CELL_FIELDS, "context"),
+    "launches": (*CELL_KEY, *(field.name for field in fields(Launches))),
+    "left_out": tuple(field.name for field in fields(LeftOut)),
+}
+_NAMES = frozenset({"attn_backend", "compile_backend", "policy", "what", "why"})
+#: fields that are null where there was nothing to measure.
+_MAY_BE_NULL = frozenset({"run_ahead", "per_draft_step", "copies_per_draft_step"})
 
 _PACKAGES = ("auto_deploy_ext", "torch", "transformers", "triton", "flashinfer-python")
 
@@ -122,7 +135,7 @@ def _cell(measured: Measured) -> dict[str, Any]:
         "transfers": _number(measured.traffic.transfers),
         "bytes": _number(measured.traffic.bytes),
         "host_waits": _number(measured.traffic.waits),
-        "run_ahead": None if measured.run_ahead is None else round(measured.run_ahead, 4),
+        "run_ahead": None if measured.run_ahead is None else round(measured.run_ahead.share, 4),
     }
 
 
@@ -138,6 +151,7 @@ def _extra(measured: Measured) -> dict[str, Any]:
         "repetitions": len(measured.blocks),
         "steps_per_repetition": measured.steps,
         "repetition_step_us": [round(block.step_us, 1) for block in measured.blocks],
+        "run_ahead_by_call": [] if measured.run_ahead is None else [round(s, 4) for s in measured.run_ahead.by_call],
     }
 
 
@@ -152,15 +166,52 @@ def load_result(path: Path) -> dict[str, Any]:
     """Read a file that the benchmark has written.
 
     Raises:
-        MergeError: it is none.
+        MergeError: it is none, or something is missing in it.
     """
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # also of a text that is no UTF-8
         raise MergeError(f"{path} is no JSON file: {error}") from error
     if not isinstance(result, dict) or result.get("benchmark") != BENCHMARK:
         raise MergeError(f"{path} was not written by auto-deploy-ext bench")
+    flaw = next(_flaws(result), None)
+    if flaw is not None:
+        raise MergeError(f"{path} is no whole result of auto-deploy-ext bench: {flaw}; measure that part again")
     return result
+
+
+def _flaws(result: Mapping[str, Any]) -> Iterator[str]:
+    """What a result lacks of that which is read of it."""
+    kinds: dict[str, Any] = {"config": str, "device": dict, "versions": dict, "settings": (dict, list)}
+    for name, kind in (kinds | dict.fromkeys(_ENTRY_FIELDS, list)).items():
+        if name not in result:
+            yield f"{name} is missing"
+        elif not isinstance(result[name], kind):
+            yield f"{name} is {_shown(result[name])}"
+    for name in ("name", "is_gpu"):
+        if name not in result["device"]:
+            yield f"device.{name} is missing"
+    for part, names in _ENTRY_FIELDS.items():
+        for place, entry in enumerate(result[part]):
+            if not isinstance(entry, dict):
+                yield f"{part}[{place}] is {_shown(entry)}"
+                continue
+            for name in names:
+                if name not in entry:
+                    yield f"{part}[{place}].{name} is missing"
+                elif not _may_be(name, entry[name]):
+                    yield f"{part}[{place}].{name} is {_shown(entry[name])}"
+
+
+def _may_be(name: str, value: Any) -> bool:
+    if value is None:
+        return name in _MAY_BE_NULL
+    return isinstance(value, str if name in _NAMES else (int, float))
+
+
+def _shown(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 40 else f"{shown[:37]}..."
 
 
 def merge_results(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

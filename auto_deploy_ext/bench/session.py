@@ -18,7 +18,7 @@ from ..orchestrator import Dispatcher
 from .batches import RING, longest_sequence, make_ring
 from .cells import LIMIT, Backend, Group, Variant, rotated
 from .launches import Launches, count_launches, write_trace
-from .measure import Block, Steps, Traffic
+from .measure import Block, RunAhead, Steps, Traffic
 from .pipelines import BenchPipeline, Limits, ModelSource
 from .policies import make_forwards
 
@@ -66,7 +66,7 @@ class Measured:
     ratio: float
     paired_ratio: float
     traffic: Traffic
-    run_ahead: float | None
+    run_ahead: RunAhead | None
 
     @property
     def step_us(self) -> float:
@@ -329,7 +329,7 @@ def _measured(
     blocks: Mapping[Variant, Sequence[Block]],
     length: int,
     traffic: Traffic,
-    ahead: float | None,
+    ahead: RunAhead | None,
 ) -> Measured:
     own = [block.step_us for block in blocks[variant]]
     limit = [block.step_us for block in blocks.get(Variant(LIMIT, variant.fused), blocks[variant])]
