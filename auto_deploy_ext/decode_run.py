@@ -126,7 +126,7 @@ class Decoder:
             progress: gives, by the name of a way, what is told how many tokens a step of its first run added.
         """
         tell = progress or (lambda name: lambda added: None)
-        told = {name: tell(name) for name in ("scoped mirrors", "target alone", "all mirrors")}
+        told = {name: tell(name) for name in ("rewritten", "target alone", "as written")}
         repeats = self._options.repeats
         results: dict[str, list[GenerationResult]] = {name: [] for name in told}
         seconds = {"speculative": [0.0] * repeats, "target_alone": [0.0] * repeats}
@@ -136,7 +136,7 @@ class Decoder:
             for repeat in range(repeats):
                 first = repeat == 0
                 with record_mirrors(self._cm.info) as recorded:
-                    shown = told["scoped mirrors"] if first else None
+                    shown = told["rewritten"] if first else None
                     result, elapsed = self.generate(group, True, progress=shown, on_tokens=listener if first else None)
                 seconds["speculative"][repeat] += elapsed
                 shown = told["target alone"] if first else None
@@ -144,14 +144,13 @@ class Decoder:
                 seconds["target_alone"][repeat] += elapsed
                 if first:
                     transfers += recorded
-                    results["scoped mirrors"].append(result)
+                    results["rewritten"].append(result)
                     results["target alone"].append(alone)
         with original_forward(self._model), record_mirrors(self._cm.info) as original_transfers:
             for group in groups:
-                results["all mirrors"].append(self.generate(group, True, progress=told["all mirrors"])[0])
+                results["as written"].append(self.generate(group, True, progress=told["as written"])[0])
         scoped, alone, original = (
-            reduce(lambda a, b: a.joined(b), results[name])
-            for name in ("scoped mirrors", "target alone", "all mirrors")
+            reduce(lambda a, b: a.joined(b), results[name]) for name in ("rewritten", "target alone", "as written")
         )
         rates = {
             "speculative": scoped.generated_tokens / statistics.median(seconds["speculative"]),

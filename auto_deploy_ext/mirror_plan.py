@@ -359,7 +359,11 @@ def _why(event: Event, override: Any, analysis: Analysis, edits: Edits, readers:
     if not needed:
         return f"nothing reads a mirror of what it writes before that is written again{hand}"
     unsure = " (unless the batch is generate-only already)" if event.status == "maybe" else ""
-    repeated = "; the host computes what is replayed" if event.node in edits.replays else ""
+    repeated = ""
+    if event.node in edits.replays:
+        operand = edits.replays[event.node].operand
+        brought = ", for which the operand is copied" if isinstance(operand, Snapshot) else ""
+        repeated = f"; the host computes what is replayed{brought}"
     return "; ".join(needed) + unsure + repeated + sent + hand
 
 

@@ -98,14 +98,19 @@ def write_text(path: Path, text: str) -> None:
 def call_site_table(call_sites: Sequence[CallSite]) -> RenderableType:
     """One line per call site that a mirror could be copied at, numbered as ``explain`` numbers them."""
     table = Table(title="Host mirrors copied per call site", title_justify="left", expand=True)
+    if any("copied" in site.operand for site in call_sites):
+        table.caption, table.caption_justify = (
+            "Of a replayed call the operand may have to be copied; it counts below.",
+            "left",
+        )
     table.add_column("#", justify="right")
     table.add_column("call")
-    table.add_column("read next by")
-    table.add_column("before", ratio=2)
-    table.add_column("after", ratio=2)
+    table.add_column("next consumer")
+    table.add_column("mirrored before", ratio=2, overflow="fold")
+    table.add_column("mirrored after", ratio=2, overflow="fold")
     replayed = any(site.replayed for site in call_sites)
     if replayed:
-        table.add_column("computed by the host", ratio=2)
+        table.add_column("replayed", ratio=2, overflow="fold")
     for site in call_sites:
         if not can_mirror(site):
             continue
@@ -131,7 +136,7 @@ def mirror_table(mirrors: dict[str, MirrorTotals], steps: int) -> RenderableType
     table = Table(title=f"Device-to-host traffic over {steps} decode steps", title_justify="left")
     for heading in ("", "transfers/step", "bytes/step", "waits/step", "transfers", "bytes"):
         table.add_column(heading, justify="right" if heading else "left")
-    labels = {"full": "before (all mirrors)", "scoped": "after (scoped)"}
+    labels = {"full": "before (as written)", "scoped": "after (rewritten)"}
     for key, totals in mirrors.items():
         per_step = [f"{value / max(steps, 1):.2f}" for value in (totals.transfers, totals.bytes, totals.waits)]
         table.add_row(labels.get(key, key), *per_step, str(totals.transfers), str(totals.bytes))
