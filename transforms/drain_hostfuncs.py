@@ -24,9 +24,10 @@ from auto_deploy_ext.hostfuncs.drains import (
     DrainSite,
     called_module,
     drain_eagerly,
-    drain_hook,
+    drain_in_graphs,
     insert_drains,
     is_encoder,
+    is_hooked,
     mark_encoder,
     sites_in,
     traced_through,
@@ -61,7 +62,7 @@ class DrainHostfuncsConfig(TransformConfig):
     mode: Literal["auto", "graph", "hooks"] = Field(
         default="auto",
         description="auto: nodes in graphs and a pre-hook for eager calls; graph: no orchestrator graph is an error; "
-        "hooks: pre-hooks alone.",
+        "hooks: pre-hooks alone, also where graphs are traced later.",
     )
 
 
@@ -76,8 +77,10 @@ class DrainHostfuncs(BaseTransform):
        that is not known to launch no host function makes it so again (`may_launch`); a drain clears it. So adjacent
        encoders share one.
     3. A graph that is traced later, by `scope_host_mirrors` or for a new kind of batch, gets its nodes then.
-    4. Whatever calls an encoder eagerly meets a forward pre-hook that does the same.
-    5. A second run changes nothing.
+    4. Every call of an encoder meets a forward pre-hook that does the same where something is pending: eager calls do;
+       behind a node nothing is, so a graph's call drains once.
+    5. With `mode: hooks` there is the pre-hook alone: no graph gets nodes, now or later.
+    6. A second run changes nothing.
 
     `num_matches` counts new nodes and hooks.
     """
@@ -107,6 +110,8 @@ class DrainHostfuncs(BaseTransform):
         _check_calls(graphs, encoders)
         for module in encoders.values():
             mark_encoder(module)
+            if self.config.mode != "hooks":
+                drain_in_graphs(module)
         changed = sum(map(drain_eagerly, encoders.values()))
         changed += sum(insert_drains(gm) for gm in graphs.values())
         self._log_info(drain_plan(mod, self.config.orchestrator).to_text())
@@ -170,12 +175,8 @@ def drain_plan(mod: nn.Module, orchestrator: str | None = None) -> DrainPlan:
     sites = [
         site for name, gm in graphs_that_call(mod, find_orchestrator(mod, orchestrator)) for site in sites_in(gm, name)
     ]
-    hooks = [DrainSite("", name, "hook") for name, module in find_encoders(mod, []).items() if _is_hooked(module)]
+    hooks = [DrainSite("", name, "hook") for name, module in find_encoders(mod, []).items() if is_hooked(module)]
     return DrainPlan((*sites, *hooks))
-
-
-def _is_hooked(module: nn.Module) -> bool:
-    return drain_hook in module._forward_pre_hooks.values()
 
 
 __all__ = ["DrainError", "DrainHostfuncs", "DrainHostfuncsConfig", "drain_plan", "find_encoders"]

@@ -84,8 +84,6 @@ class CudaLayer(LaunchLayer):
         device: the device; the current one when left out.
     """
 
-    name = "cuda"
-
     def __init__(self, device: torch.device | str | None = None) -> None:
         super().__init__()
         torch.cuda.init()
@@ -113,7 +111,7 @@ class CudaLayer(LaunchLayer):
             self._launch(torch.cuda.current_stream(self.device).cuda_stream, number)
         except LaunchError:
             _once.discard(number)
-            del _live[number]
+            _live.pop(number, None)
             raise
 
     def record_event(self, stream: Hashable, event: Any = None) -> torch.cuda.Event:
@@ -164,14 +162,15 @@ class CudaLayer(LaunchLayer):
 
     def sweep(self) -> None:
         """Also frees what ran once."""
-        while _ran:
-            number = _ran.pop()
-            _once.discard(number)
-            _live.pop(number, None)
+        with contextlib.suppress(IndexError):  # other threads take from it as well
+            while True:
+                number = _ran.pop()
+                _once.discard(number)
+                _live.pop(number, None)
         super().sweep()
 
     def _free(self, calls: MutableSequence[Any]) -> None:
         freed = set(map(id, calls))
         for number in [number for number, call in list(_live.items()) if id(call) in freed]:
-            del _live[number]
+            _live.pop(number, None)
         calls.clear()

@@ -10,7 +10,7 @@ import inspect
 import json
 import operator
 import pkgutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -24,11 +24,11 @@ from torch.utils._pytree import tree_leaves
 
 from ..effects import MUTATIONS
 from .hostfunc import HostFunc
-from .pending import being_traced, drain_hostfuncs
+from .pending import anything_pending, being_traced, drain_hostfuncs
 
 #: attribute of a module that is an encoder.
 ENCODER_MARK = "_is_hostfunc_encoder"
-#: attribute of an encoder before which drains are to stand, also in graphs that are traced later.
+#: attribute of an encoder before which drains stand as nodes in graphs, also in those that are traced later.
 DRAINED_MARK = "_drains_hostfuncs"
 #: class or instance attribute of a module whose forward launches host functions, or is known not to (False).
 LAUNCHES_MARK = "launches_hostfuncs"
@@ -47,8 +47,11 @@ def drain_before(encoder: str) -> None:
 
 
 def drain_hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-    """The same as a forward pre-hook, for an encoder that is called eagerly."""
-    if not being_traced():
+    """The same as a forward pre-hook, for an encoder that is called eagerly.
+
+    A graph's own call meets it too; behind the graph's node nothing is pending, so that it does nothing then.
+    """
+    if not being_traced() and anything_pending():
         drain_hostfuncs()
 
 
@@ -72,12 +75,21 @@ def is_encoder(module: Any) -> bool:
 
 
 def drain_eagerly(module: nn.Module) -> bool:
-    """Drain before every call of a module; says whether that is new."""
-    if getattr(module, DRAINED_MARK, False):
+    """Drain before every call of a module by a pre-hook; says whether that is new."""
+    if is_hooked(module):
         return False
     module.register_forward_pre_hook(drain_hook, prepend=True)
-    setattr(module, DRAINED_MARK, True)
     return True
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether a module has the pre-hook."""
+    return drain_hook in module._forward_pre_hooks.values()
+
+
+def drain_in_graphs(module: nn.Module) -> None:
+    """Let `insert_drains` put nodes before the calls of a module, also in graphs that are traced later."""
+    setattr(module, DRAINED_MARK, True)
 
 
 # ---------------------------------------------------------------- graphs
@@ -204,24 +216,22 @@ def _belongs_to_interface(value: Any) -> bool:
     return str(value.target) in _INTERFACE_NAMES or len(value.graph.find_nodes(op="placeholder")) == 1
 
 
-def insert_drains(gm: GraphModule, encoders: Iterable[nn.Module] | None = None) -> int:
-    """Put a drain directly before each call of an encoder at which host functions may be pending.
+def insert_drains(gm: GraphModule) -> int:
+    """Put a drain directly before each call of an encoder (`drain_in_graphs`) where host functions may be pending.
 
     At entry they may be. A second run inserts nothing.
 
     Args:
         gm: a straight-line graph, changed in place.
-        encoders: the encoders; when left out, those before which drains are to stand everywhere.
 
     Returns:
         How many drains were inserted.
     """
-    chosen = None if encoders is None else {id(encoder) for encoder in encoders}
     pending, inserted = True, 0
     for node in list(gm.graph.nodes):
         if node.target is drain_before:
             pending = False
-        elif node.op == "call_module" and _is_chosen(called_module(gm, node), chosen):
+        elif node.op == "call_module" and _is_drained_in_graphs(gm, node):
             if pending:
                 with gm.graph.inserting_before(node):
                     drain = gm.graph.call_function(drain_before, (str(node.target),))
@@ -236,10 +246,8 @@ def insert_drains(gm: GraphModule, encoders: Iterable[nn.Module] | None = None) 
     return inserted
 
 
-def _is_chosen(module: Any, chosen: set[int] | None) -> bool:
-    if module is None:
-        return False
-    return bool(getattr(module, DRAINED_MARK, False)) if chosen is None else id(module) in chosen
+def _is_drained_in_graphs(gm: GraphModule, node: Node) -> bool:
+    return bool(getattr(called_module(gm, node), DRAINED_MARK, False))
 
 
 def traced_through(gm: GraphModule, path: str) -> bool:
@@ -300,6 +308,6 @@ def sites_in(gm: GraphModule, graph: str) -> Iterator[DrainSite]:
     for node in gm.graph.nodes:
         if node.target is drain_before:
             drained = True
-        elif node.op == "call_module" and getattr(called_module(gm, node), DRAINED_MARK, False):
+        elif node.op == "call_module" and _is_drained_in_graphs(gm, node):
             yield DrainSite(graph, str(node.target), "node" if drained else "none", str(node.meta.get("source", "")))
             drained = False

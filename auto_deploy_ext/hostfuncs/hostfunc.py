@@ -165,8 +165,9 @@ _leftovers: deque[Any] = deque()
 
 def free_leftovers() -> None:
     """Free what host functions have left behind."""
-    while _leftovers:
-        _leftovers.popleft()
+    with contextlib.suppress(IndexError):  # other threads take from it as well
+        while True:
+            _leftovers.popleft()
 
 
 # ---------------------------------------------------------------- calls

@@ -52,7 +52,6 @@ class LaunchLayer(ABC):
         capture_runs: whether a capture also does the work that it captures.
     """
 
-    name: str
     capture_runs: bool = False
 
     def __init__(self) -> None:
@@ -233,8 +232,6 @@ class _CallingLayer(LaunchLayer):
 class OrderedLayer(_CallingLayer):
     """Host functions as ordered calls: the layer of the CPU, where all work is done when its call returns."""
 
-    name = "ordered"
-
     def current_stream(self) -> Hashable:
         """The one stream: the caller."""
         return "host"
@@ -285,8 +282,6 @@ class ThreadStreams(_CallingLayer):
     `run` puts eager work on the stream as well and waits for it. An error of the work itself, which is none of a host
     function's, is raised by the next wait, as CUDA's are.
     """
-
-    name = "threads"
 
     def __init__(self) -> None:
         super().__init__()

@@ -76,13 +76,14 @@ class CapturedCalls:
 
     def unexpect(self) -> None:
         """Take the last `expect` back: the replay could not be launched."""
-        if self._batches:
+        with contextlib.suppress(IndexError):  # a replay that was launched after all may take it
             self._batches.pop()
 
     def batch_of(self, call: HostCall) -> int:
         """The batch for which `call` runs: each run of the first call takes the next replay's."""
-        if call.first and self._batches:
-            self._batch = self._batches.popleft()
+        if call.first:
+            with contextlib.suppress(IndexError):
+                self._batch = self._batches.popleft()
         return self._batch
 
     def release(self) -> None:
@@ -116,7 +117,8 @@ class HostFuncOwner:
         self._failures: deque[HostFuncFailure] = deque()
         self._holds_gc = False
         self._capture: CapturedCalls | None = None
-        _owners.add(self)
+        with _owners_lock:
+            _owners.add(self)
 
     def __del__(self) -> None:
         """An owner that nothing can launch for any more does not keep the garbage collector off."""
@@ -144,13 +146,17 @@ class HostFuncOwner:
             self.layer.launch(call, once=False)
             return
         call = HostCall(self, function, args, kwargs, None)
-        if not getattr(self.layer, "is_replaying", False):
-            with self._lock:
-                self.stats.launches += 1
-                self._set_pending()
-                self._unrecorded[self.layer.current_stream()] = None
-            self._tidy()
+        if getattr(self.layer, "is_replaying", False):
+            self.layer.launch(call, once=True)
+            return
+        stream = self.layer.current_stream()
+        with self._lock:
+            self.stats.launches += 1
+            self._set_pending(stream)
+        self._tidy()
         self.layer.launch(call, once=True)
+        with self._lock:
+            self._set_pending(stream)  # a drain of another thread may have come between
 
     @contextlib.contextmanager
     def capture_hostfuncs(self) -> Iterator[CapturedCalls]:
@@ -175,8 +181,9 @@ class HostFuncOwner:
         if not captured:
             yield
             return
+        stream = self.layer.current_stream()
         with self._lock:
-            self._set_pending()
+            self._set_pending(stream)
             self.stats.replays += 1
         captured.expect(self.batch)
         self._tidy()
@@ -186,15 +193,20 @@ class HostFuncOwner:
         except BaseException:
             captured.unexpect()
             raise
-        stream = self.layer.current_stream()
         with self._lock:
+            self._set_pending(stream)  # a drain of another thread may have come between
             # A stream runs in order: its newest event stands for the older ones too.
             spare = self._events.get(stream) or self._spare_events.pop(stream, None)
             captured.last_event = self._events[stream] = self.layer.record_event(stream, spare)
             self._unrecorded.pop(stream, None)
 
-    def _set_pending(self) -> None:
+    def _set_pending(self, stream: Hashable) -> None:
+        """Under the lock: something is on a stream, or is about to be, and no event stands behind it."""
         self._pending = True
+        self._unrecorded[stream] = None
+        self._keep_gc()
+
+    def _keep_gc(self) -> None:
         if not self._holds_gc:
             self._holds_gc = True
             gc_guard.hold()
@@ -240,16 +252,24 @@ class HostFuncOwner:
             return False
         start = time.perf_counter()
         with self._lock:
-            was_pending, self._pending = self._pending, False
-            events, self._events = self._take_events(), {}
+            events = self._take_events()
+            was_pending, self._pending, self._events = self._pending, False, {}
             self._unrecorded.clear()
-        for event in events.values():
-            self.layer.wait_event(event)
+        try:
+            for event in events.values():
+                self.layer.wait_event(event)
+        except BaseException:
+            with self._lock:  # nobody knows what has run: what is launched since then has newer events
+                self._events = {**events, **self._events}
+                if was_pending:
+                    self._pending = True
+                    self._keep_gc()
+            raise
         with self._lock:
             self._spare_events.update(events)
             if not self._pending:
                 self._release_gc()
-        for owner in list(_owners):
+        for owner in _all_owners():
             if owner is not self and owner.pending:
                 owner._wait()
         if was_pending:
@@ -309,9 +329,10 @@ class HostFuncOwner:
         Raises:
             HostFuncError: they did.
         """
-        failures = []
-        while self._failures:
-            failures.append(self._failures.popleft())
+        failures: list[HostFuncFailure] = []
+        with contextlib.suppress(IndexError):  # other threads take from it as well
+            while True:
+                failures.append(self._failures.popleft())
         if failures:
             raise HostFuncError(tuple(failures)) from failures[0].exception
 
@@ -334,9 +355,21 @@ def _refuse_tracing(function: Callable[..., Any]) -> None:
 # ---------------------------------------------------------------- the current owner
 
 _owners: weakref.WeakSet[HostFuncOwner] = weakref.WeakSet()
+_owners_lock = threading.RLock()
 _current: contextvars.ContextVar[HostFuncOwner | None] = contextvars.ContextVar("hostfunc_owner", default=None)
 _defaults: dict[str, Any] = {}
 _defaults_lock = threading.Lock()
+
+
+def _all_owners() -> list[HostFuncOwner]:
+    """The owners of this process; other threads may make more meanwhile."""
+    with _owners_lock:
+        return list(_owners)
+
+
+def anything_pending() -> bool:
+    """Whether host functions of any owner may be outstanding: what a drain would wait for."""
+    return any(owner.pending for owner in _all_owners())
 
 
 def default_layer() -> LaunchLayer:
@@ -407,6 +440,6 @@ def capture_hostfuncs(owner: HostFuncOwner | None = None) -> Iterator[CapturedCa
 @atexit.register
 def _drain_all() -> None:
     """At exit: a host function must not meet an interpreter that is going away."""
-    for owner in list(_owners):
+    for owner in _all_owners():
         with contextlib.suppress(Exception):
             owner._wait()

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 import threading
 import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from auto_deploy_ext.embedded.graph_runner import GraphRunner
 from auto_deploy_ext.hostfuncs import (
     HostFuncOwner,
+    LaunchLayer,
     OrderedLayer,
     ThreadStreams,
+    cuda,
     drain_hostfuncs,
     hostfunc,
     hostfuncs_pending,
     use_owner,
 )
+from auto_deploy_ext.hostfuncs.hostfunc import free_leftovers
 
 BOUND = 10.0
 
@@ -162,6 +170,144 @@ def test_a_replay_that_cannot_be_launched_leaves_its_batch_to_nobody():
     owner.batch = 2
     runner.replay("key")
     assert captured.batch_of(captured.calls[0]) == 2
+
+
+# ---------------------------------------------------------------- threads that launch, and threads that drain
+
+
+def in_a_thread(function: Callable[[], object]) -> None:
+    """Call something in another thread and wait for it."""
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join(BOUND)
+    assert not thread.is_alive()
+
+
+class DrainedMeanwhile(OrderedLayer):
+    """Before a launch reaches the stream, another thread drains."""
+
+    owner: HostFuncOwner
+
+    def launch(self, call: Any, once: bool) -> None:
+        in_a_thread(self.owner.drain)
+        super().launch(call, once)
+
+
+def test_a_launch_is_pending_though_another_thread_drained_before_it_reached_the_stream():
+    layer = DrainedMeanwhile()
+    owner = layer.owner = HostFuncOwner("engine", layer)
+    with use_owner(owner):
+        nothing()
+    assert owner.pending and owner.outstanding_streams == ("host",)
+    assert not gc.isenabled()
+    assert owner.drain() and not owner.pending and gc.isenabled()
+
+
+def test_a_replay_is_pending_though_another_thread_drained_before_it_reached_the_stream():
+    owner = HostFuncOwner("engine", OrderedLayer())
+    runner = runner_of(owner)
+    captured = runner._entries["key"].captured
+    with owner.replaying(captured):
+        in_a_thread(owner.drain)
+    assert owner.pending and owner.outstanding_streams == ("host",)
+    assert owner.drain() and not owner.pending
+
+
+def test_a_replay_that_fails_on_the_way_is_waited_for():
+    owner = HostFuncOwner("engine", OrderedLayer())
+    runner = runner_of(owner)
+    captured = runner._entries["key"].captured
+    with pytest.raises(RuntimeError, match="after the launch"), owner.replaying(captured):
+        raise RuntimeError("after the launch")
+    assert owner.pending and owner.outstanding_streams == ("host",)
+    owner.drain()
+
+
+def test_what_a_drain_could_not_wait_for_stays_pending(layer, monkeypatch):
+    owner = HostFuncOwner("engine", layer)
+    gate = threading.Event()
+    runner_of(owner, gate).replay("key")
+
+    def interrupted(event: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(layer, "wait_event", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            owner.drain()
+    assert owner.pending and owner.outstanding_streams == ("main",) and owner.stats.runs == 0
+    threading.Timer(0.05, gate.set).start()
+    assert owner.drain()
+    assert owner.stats.runs == 1 and not owner.pending and gc.isenabled()
+
+
+class Emptied(deque):
+    """A queue whose last entry another thread takes between a look and the taking."""
+
+    def __bool__(self) -> bool:
+        return True
+
+
+class EmptiedList(list):
+    """The same as a list."""
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def test_calls_that_another_thread_frees_first_are_nobodys_error(monkeypatch):
+    layer = object.__new__(cuda.CudaLayer)  # what it frees is host data: no device is needed
+    LaunchLayer.__init__(layer)
+    monkeypatch.setattr(cuda, "_ran", EmptiedList([7]))
+    monkeypatch.setattr(cuda, "_live", {7: print, 8: repr})
+    layer.sweep()
+    assert cuda._live == {8: repr}
+    calls = [repr]
+    layer._free(calls)
+    assert (cuda._live, calls) == ({}, [])
+
+
+def test_what_another_thread_takes_first_is_nobodys_error(monkeypatch):
+    owner = HostFuncOwner("engine", OrderedLayer())
+    runner = runner_of(owner)
+    captured = runner._entries["key"].captured
+    owner._failures, captured._batches = Emptied(), Emptied()
+    module = sys.modules["auto_deploy_ext.hostfuncs.hostfunc"]  # the package has the function under its name
+    monkeypatch.setattr(module, "_leftovers", Emptied())
+    captured.unexpect()
+    assert captured.batch_of(captured.calls[0]) == 0
+    owner.raise_failures()
+    free_leftovers()
+
+
+def test_owners_may_be_made_while_others_drain():
+    """A set must not grow while it is looked through."""
+    stop, errors = threading.Event(), []
+
+    def make() -> None:
+        while not stop.is_set():
+            HostFuncOwner("made", layer)
+
+    def drain() -> None:
+        try:
+            for _ in range(2000):
+                many[0].drain()
+        except RuntimeError as error:
+            errors.append(error)
+
+    layer = OrderedLayer()
+    many = [HostFuncOwner("engine", layer) for _ in range(300)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    maker = threading.Thread(target=make)
+    maker.start()
+    try:
+        in_a_thread(drain)
+    finally:
+        stop.set()
+        maker.join(BOUND)
+        sys.setswitchinterval(before)
+    assert errors == []
 
 
 def test_the_wait_of_a_drain_releases_the_gil(layer):

@@ -486,6 +486,49 @@ def test_an_eager_wrapper_drains_by_hook(owner):
     assert owner.stats.drains == 1
 
 
+def test_mode_hooks_leaves_graphs_without_nodes_also_those_that_are_traced_later(owner):
+    gm = program(["encoder_a"])
+    assert apply(gm, encoders=ENCODERS, mode="hooks").num_matches == 2
+    assert apply(gm, encoders=ENCODERS, mode="hooks").num_matches == 0
+    assert shape(gm) == ["encoder_a"]
+    wrapper, cm = VisionLoop(), interface(1)
+    apply(wrapper, cm, encoders=["vision"], mode="hooks")
+    scope(wrapper, cm)
+    assert {tuple(vision_shape(gm)) for gm in orchestrator_graphs(wrapper).values()} == {("vision", "vision")}
+    assert {(site.encoder, site.kind) for site in drain_plan(wrapper).sites} == {("vision", "hook")}
+    nest(cm, [], 2, 1)
+    nothing()
+    wrapper(cm)  # by its graph, which the hook drains for
+    assert wrapper.vision.met_pending[-2:] == [False, False]
+    assert owner.stats.drains == 1
+
+
+def test_a_graphs_own_call_drains_once_whether_its_encoder_is_hooked_or_not(owner):
+    gm = program(["encoder_a", "encoder_b"])
+    apply(gm, encoders=ENCODERS)
+    nothing()
+    gm(torch.ones(1, 2))
+    assert (owner.stats.drains, owner.stats.idle_drains) == (1, 0)
+    nothing()
+    gm.encoder_b(torch.ones(1, 2))
+    assert (owner.stats.drains, owner.stats.idle_drains) == (2, 0)
+
+
+def test_an_eager_call_waits_for_other_owners_too():
+    layer = ThreadStreams()
+    mine, other, log = HostFuncOwner("mine", layer), HostFuncOwner("other", layer), []
+    gm = program(["encoder_a"])
+    apply(gm, encoders=ENCODERS, mode="hooks")
+    with use_owner(other):
+        for value in range(100):
+            hostfunc(log.append)(value)
+    with use_owner(mine):
+        gm.encoder_a(torch.ones(1, 2))
+    assert len(log) == 100
+    other.drain()
+    layer.close()
+
+
 def test_mode_graph_without_a_graph_is_an_error(owner):
     with pytest.raises(DrainError, match="has no orchestrator graph"):
         apply(VisionLoop(), interface(1), encoders=["vision"], mode="graph")

@@ -65,6 +65,10 @@ class _Mask:
         self._word = (token_ids // BITS).to(device)
         self._shift = (token_ids % BITS).to(torch.int32).to(device)
 
+    def clear(self, rows: int) -> None:
+        """Host side: allow everything in the first rows, those that are published; the others are nobody's."""
+        self.host[:rows] = -1
+
     def publish(self, rows: int) -> None:
         """Host side: make what was filled ready to be copied."""
         self._staging_numpy[:rows] = self.host[:rows]
@@ -227,7 +231,7 @@ class GuidedDecoder:
     def _fill_target(self, num_logits: int) -> None:
         """Fetch the batch and fill the mask of every row of logits."""
         self._batch = None
-        self._target_mask.host.fill(-1)
+        self._target_mask.clear(num_logits)
         try:
             if not self._queue:
                 raise GuidedError("no batch is queued: add_batch was not called before this forward")
@@ -272,16 +276,16 @@ class GuidedDecoder:
 
     def _fill_draft(self, num_sequences: int, draft: int, last: bool) -> None:
         """Follow what was sampled before this draft and fill its mask; after the last draft, roll back."""
-        self._draft_mask.host.fill(-1)
+        self._draft_mask.clear(num_sequences)
         try:
             if draft == 0:
                 self._accept()
             if self._batch is not None:
                 self._each_row(self._batch, lambda index, first, row, state: self._follow(index, state, draft))
-                if last:
-                    self._each_row(self._batch, lambda index, first, row, state: self._roll_back(index, state))
         finally:
             self._draft_mask.publish(num_sequences)
+            if last and self._batch is not None:  # also where a row has failed: the others' drafts are no text
+                self._each_row(self._batch, lambda index, first, row, state: self._roll_back(index, state))
 
     def _follow(self, index: int, state: GrammarState, draft: int) -> None:
         if self._tentative[index] != max(draft - 1, 0):

@@ -68,6 +68,7 @@ class ImageEncoding:
         self.stats = EncodingStats()
         self._items: dict[int, tuple[ImageItem, ...]] = {}
         self._held: dict[int, dict[str, torch.Tensor]] = {}
+        self._looked_for: set[int] = set()
         self._new_items: list[ImageItem] = []
         self._watch: _Watch | None = None
         self._new_features: torch.Tensor | None = None
@@ -78,14 +79,22 @@ class ImageEncoding:
         """The items of a request's images, ``[3, height, width]`` each.
 
         Raises:
-            ValueError: an image does not fit the encoder, or the prompt has not one placeholder per patch.
+            ValueError: an image does not fit the encoder (which one is said), or the prompt has not one placeholder
+                per patch.
         """
         pinned = self.encoder.projection.weight.is_cuda
-        items = tuple(ImageItem.of(image, self.encoder.num_tokens(image), pinned) for image in images)
+        sizes = [self._num_tokens(number, image) for number, image in enumerate(images)]
+        items = tuple(ImageItem.of(image, size, pinned) for image, size in zip(images, sizes, strict=True))
         placeholders, needed = prompt.count(self.image_token_id), sum(item.num_tokens for item in items)
         if placeholders != needed:
             raise ValueError(f"the prompt has {placeholders} placeholders, its images need {needed}")
         return items
+
+    def _num_tokens(self, number: int, image: torch.Tensor) -> int:
+        try:
+            return self.encoder.num_tokens(image)
+        except ValueError as error:
+            raise ValueError(f"image {number} of the request does not fit the encoder: {error}") from error
 
     def add(self, request_id: int, items: tuple[ImageItem, ...]) -> None:
         """Note a request's images."""
@@ -95,6 +104,7 @@ class ImageEncoding:
         """Let go of a request's images; the cache may keep their features."""
         self._items.pop(request_id, None)
         self._held.pop(request_id, None)
+        self._looked_for.discard(request_id)
 
     def is_encoded(self, request_id: int) -> bool:
         """Whether the features of all its images are held for a request."""
@@ -105,7 +115,8 @@ class ImageEncoding:
         """Hold what the cache has of a request's images; gives those that it has not."""
         if request_id not in self._items:
             return []
-        is_first = request_id not in self._held
+        is_first = request_id not in self._looked_for
+        self._looked_for.add(request_id)
         held = self._held.setdefault(request_id, {})
         missing = []
         for item in self._items[request_id]:
@@ -169,8 +180,14 @@ class ImageEncoding:
         self._keep([item for group in groups for item in group], features, way)
 
     def _keep(self, items: Sequence[ImageItem], features: torch.Tensor, way: str) -> None:
-        for item, part in zip(items, split(features, items), strict=True):
-            self.cache.put(item.key, part)
+        """Give features to all requests that need them, before one of them makes the cache drop another."""
+        parts = {item.key: part for item, part in zip(items, split(features, items), strict=True)}
+        for request_id, needed in self._items.items():
+            new = {item.key: parts[item.key] for item in needed if item.key in parts}
+            if new:
+                self._held[request_id] = {**new, **self._held.get(request_id, {})}
+        for key, part in parts.items():
+            self.cache.put(key, part)
         self.stats.images[way] += len(items)
         self.stats.calls += 1
 
@@ -186,6 +203,9 @@ class ImageEncoding:
         self._stop_watching()
         self._new_features = None
         set_images(cm)
+        for seq in rows:
+            if not seq.is_prefill:
+                self.forget(seq.request_id)  # its images are in its caches now
         prefills = [seq.request_id for seq in rows if seq.is_prefill and seq.request_id in self._items]
         if not prefills:
             return

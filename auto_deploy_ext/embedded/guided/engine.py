@@ -23,7 +23,7 @@ from .encoding import ImageEncoding
 from .grammar import GrammarCompiler, GrammarSpec, GrammarState, Vocabulary
 from .images import ImageItem
 
-FinishReason = Literal["stop", "length", "cancelled"]
+FinishReason = Literal["stop", "length", "cancelled", "failed"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +47,8 @@ class GuidedOutput:
         output: prompt, tokens and accepted drafts.
         text: the text of the tokens.
         finish_reason: `stop`: the text is complete; `length`: cut at `max_new_tokens`, so a constrained text is only a
-            beginning of what its grammar describes; `cancelled`.
+            beginning of what its grammar describes; `cancelled`; `failed`: its grammar state is lost, because a host
+            function that worked on it failed, so what it has is a beginning too.
     """
 
     output: RequestOutput
@@ -250,7 +251,8 @@ class GuidedEngine(Engine):
         """See `Engine.step`.
 
         Raises:
-            HostFuncError: host functions failed; what was queued is forgotten, and the engine may be used on.
+            HostFuncError: host functions failed. The step is taken back: what was queued is forgotten, requests whose
+                grammar failed have ended (`failed`), and the next step does for all others what this one was to do.
         """
         self.owner.batch += 1
         with use_owner(self.owner), self._decoder_attached(), self._drafting(self._step_draft_len):
@@ -260,7 +262,22 @@ class GuidedEngine(Engine):
                 if self.guided is not None:
                     with contextlib.suppress(Exception):
                         self.guided.reset()
+                    self._take_back_grammars()
                 raise
+
+    def _take_back_grammars(self) -> None:
+        """After a step that failed: the states stand behind tokens that the engine has not taken, and will not."""
+        for seq in list(self._running):
+            state = self._states.get(seq.request_id)
+            if state is None:
+                continue
+            if not state.failed:
+                try:
+                    state.rollback_to(len(seq.tokens))
+                except Exception:
+                    state.failed = True
+            if state.failed:
+                self._end(seq, "failed")
 
     @contextlib.contextmanager
     def _decoder_attached(self) -> Iterator[None]:

@@ -92,8 +92,9 @@ class Vocabulary:
         return cls(tuple(bytes([token]) if token < 256 else b"" for token in range(vocab_size)), eos_token_id)
 
     def text(self, tokens: Sequence[int]) -> str:
-        """The text of generated tokens, special ones left out."""
-        return b"".join(self.tokens[token] for token in tokens if token != self.eos_token_id).decode(errors="replace")
+        """The text of generated tokens, special ones left out, and ids beyond the vocabulary, which pad the logits."""
+        known = (token for token in tokens if token < len(self.tokens) and token != self.eos_token_id)
+        return b"".join(self.tokens[token] for token in known).decode(errors="replace")
 
 
 #: after these first bytes of a UTF-8 character, only some second bytes make one.
@@ -194,6 +195,10 @@ class GrammarState:
         if count:
             self._matcher.rollback(count)
             del self._leads[-count:]
+
+    def rollback_to(self, length: int) -> None:
+        """Take back all tokens but the first `length`, of which there may be fewer."""
+        self.rollback(max(len(self._leads) - 1 - length, 0))
 
 
 class GrammarCompiler:

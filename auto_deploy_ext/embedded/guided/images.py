@@ -34,7 +34,7 @@ class ImageItem:
 
 
 class EncoderCache:
-    """Features by image; the least recently used go first, but never while somebody holds them.
+    """Features by image; the least recently used go first. Whoever needs some for sure holds them himself.
 
     Args:
         max_tokens: features that are kept at most, in tokens.
@@ -42,12 +42,7 @@ class EncoderCache:
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
-        self.hits = 0
-        self.misses = 0
         self._features: OrderedDict[str, torch.Tensor] = OrderedDict()
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._features
 
     @property
     def num_tokens(self) -> int:
@@ -57,10 +52,7 @@ class EncoderCache:
     def get(self, key: str) -> torch.Tensor | None:
         """The features ``[tokens, hidden]`` of an image, None when it has to be encoded."""
         features = self._features.get(key)
-        if features is None:
-            self.misses += 1
-        else:
-            self.hits += 1
+        if features is not None:
             self._features.move_to_end(key)
         return features
 

@@ -343,6 +343,58 @@ def test_a_row_that_fails_is_reported_with_its_batch_and_does_not_disturb_the_ot
     decoder.owner.drain()
 
 
+def test_a_row_that_fails_at_the_last_draft_leaves_the_others_behind_what_was_accepted():
+    decoder = make()
+    broken, good = follow(AB, ""), follow(AB, "")
+    fill = broken.fill
+
+    def fill_once(bits: np.ndarray, row: int) -> None:
+        if bits is decoder._draft_mask.host and decoder._tentative[row] == 1:
+            raise RuntimeError("broken matcher")
+        fill(bits, row)
+
+    broken.fill = fill_once  # type: ignore[method-assign]
+    decoder.add_batch([GuidedRow(broken), GuidedRow(good)], 2)
+    sampled, drafted = forward(decoder, scores("a", "a"), [scores("b", "b"), scores("a", "a")])
+    assert (text(sampled), [text(tokens) for tokens in drafted]) == ("aa", ["bb", "aa"])
+    with pytest.raises(HostFuncError, match="broken matcher"):
+        decoder.owner.drain()
+    assert not good.accept(ord("a")) and good.accept(ord("b"))  # behind "a": the drafts were rolled back
+    good.rollback_to(0)
+    assert not good.accept(ord("b")) and good.accept(ord("a"))
+
+
+def test_only_the_rows_in_use_are_filled_and_none_keeps_what_an_earlier_batch_left():
+    decoder = make()
+    big = [GuidedRow(follow(AB, "a"), (ord("b"), ord("a"))) for _ in range(4)]
+    decoder.add_batch(big, 2)
+    forward(decoder, torch.zeros(12, VOCAB_SIZE), [torch.zeros(4, VOCAB_SIZE)] * 2)
+    masks = decoder._target_mask, decoder._draft_mask
+    for mask in masks:
+        mask.host[2:] = 7  # nobody's; a fill would overwrite it
+    decoder.add_batch([GuidedRow(follow(AB, "ab")), GuidedRow(None)], 2)
+    sampled, drafted = forward(decoder, scores("za", "za"), [scores("za", "za")] * 2)
+    assert text(sampled) == "az" and text(drafted[0])[1] == "z"
+    assert all((mask.host[2:] == 7).all() for mask in masks)
+    decoder.add_batch([GuidedRow(None, (1, 2)), GuidedRow(follow(AB, "")), GuidedRow(None, (1, 2))], 2)
+    sampled, drafted = forward(decoder, scores(*["za"] * 7), [scores(*["za"] * 3)] * 2)
+    assert text(sampled) == "zzzazzz" and text(drafted[0])[::2] == "zz"
+    decoder.owner.drain()
+
+
+def test_a_captured_forward_sees_no_mask_of_a_larger_batch_before_it(layer):
+    decoder = make(layer)
+    runner = graph_of(decoder, scores("za", "zb", "zc"), [scores("z")] * 2)
+    drafts = (ord("a"), ord("b"))
+    decoder.add_batch([GuidedRow(follow(AB, "a"), drafts) for _ in range(4)], 2)
+    layer.run(lambda: forward(decoder, torch.zeros(12, VOCAB_SIZE), [torch.zeros(4, VOCAB_SIZE)] * 2))
+    results = []
+    for rows in ([GuidedRow(None, drafts)], [GuidedRow(follow(AB, ""), drafts)], [GuidedRow(None, drafts)]):
+        decoder.add_batch(rows, 2, captured=True)
+        results.append(text(runner_result(decoder, runner)[0].tolist()))
+    assert results == ["zzz", "abc", "zzz"]
+
+
 def test_a_forward_that_was_not_announced_is_a_failure():
     decoder = make()
     decoder.active = True

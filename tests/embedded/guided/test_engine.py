@@ -13,6 +13,7 @@ from auto_deploy_ext.transforms.drain_hostfuncs import drain_plan
 
 from auto_deploy_ext.embedded.generation import generate
 from auto_deploy_ext.embedded.guided import GrammarSpec, GuidedEngine, GuidedRequest, GuidedRow
+from auto_deploy_ext.embedded.models.custom.modeling_eagle import EagleWrapper
 from auto_deploy_ext.embedded.requests import Request
 from auto_deploy_ext.hostfuncs import HostFuncError, HostFuncOwner, OrderedLayer, ThreadStreams, hostfuncs_pending
 from auto_deploy_ext.hostfuncs.drains import drain_before, drain_hook
@@ -20,7 +21,7 @@ from auto_deploy_ext.hostfuncs.pending import being_traced
 from auto_deploy_ext.orchestrator import original_forward
 from auto_deploy_ext.orchestrator.dispatch import dispatcher_of
 
-from .conftest import IMAGE
+from .conftest import IMAGE, VOCAB_SIZE
 
 pytest.importorskip("xgrammar", reason="guided decoding needs extra guided")
 
@@ -128,6 +129,15 @@ def test_speculation_gives_the_same_texts_as_decoding_one_token_at_a_time(engine
     engine = engine_of()
     engine.set_draft_len(0)
     assert [o.output.tokens for o in run(engine, *requests)] == speculative
+
+
+def test_guided_drafts_are_int32_in_the_targets_vocabulary_as_the_wrappers_own_are(pipeline, monkeypatch):
+    model, hidden = pipeline.model, torch.randn(5, 64, generator=torch.Generator().manual_seed(3))
+    monkeypatch.setattr(model.draft_model, "d2t", torch.arange(VOCAB_SIZE) % 7, raising=False)
+    drafts = model.sample_draft(hidden)
+    assert drafts.dtype == torch.int32
+    assert drafts.tolist() == EagleWrapper.sample_draft(model, hidden).tolist()
+    assert drafts.tolist() != model.draft_logits(hidden).argmax(-1).tolist()
 
 
 def test_an_unconstrained_request_is_what_the_plain_engine_generates(engine_of, pipeline):
@@ -353,6 +363,36 @@ def test_what_a_forward_encodes_and_what_is_prefetched_beside_it_are_kept_apart(
         torch.testing.assert_close(engine.images.cache.get(item.key), expected)
 
 
+@pytest.mark.parametrize("way", ["schedule", "prefetch"])
+def test_images_that_do_not_fit_the_encoder_cache_together_are_encoded_once_each(engine_of, layer, image, way):
+    engine = engine_of(layer, guided=False, encoder_cache_tokens=6)
+    rows = 4 if way == "prefetch" else 0  # a full batch: there is no room, so images are prefetched
+    for number in range(rows):
+        engine.submit(request(f"row {number}", grammar=None, limit=30))
+    if rows:
+        engine.step()
+    ids = [
+        engine.submit(request("two", image(90), image(91), grammar=None, limit=3)),
+        engine.submit(request("one", image(90), grammar=None, limit=3)),
+    ]
+    while engine.has_work:
+        engine.step()
+    stats = engine.images.stats
+    assert stats.images == {"forward": 0, "schedule": 0, "prefetch": 0, way: 2}
+    assert (stats.calls, engine.images.cache.num_tokens) == (1, 4)
+    assert all(engine.outcome(request_id).output.tokens for request_id in ids)
+
+
+def test_features_are_let_go_once_the_prompt_has_run(engine_of, image):
+    engine = engine_of(encoder_cache_tokens=6)
+    number = engine.submit(request("two", image(92), image(93), limit=20))
+    engine.step()
+    assert len(engine.images._held[number]) == 2
+    engine.step()
+    assert number not in engine.images._held and engine.outcome(number) is None
+    engine.cancel(number)
+
+
 def trace_of(engine: GuidedEngine, requests: list[GuidedRequest]) -> list[tuple[Any, ...]]:
     """What an engine decides, step by step."""
     for submitted in requests:
@@ -393,6 +433,13 @@ def test_requests_that_do_not_fit_the_engine_are_refused(engine_of, image, pipel
         engine_of().submit(GuidedRequest((1, IMAGE), 4, images=(image(1),)))
     with pytest.raises(ValueError, match="does not divide into patches of 8"):
         engine_of().submit(GuidedRequest((1,), 4, images=(torch.zeros(3, 9, 8),)))
+    for shape in ([1, 16, 16], [16, 16], [2, 3, 16, 16], [3, 0, 16], [3, 16, 0]):
+        wrong = GuidedRequest((1, *[IMAGE] * 8), 4, images=(image(1), torch.zeros(shape)))
+        shown = ", ".join(map(str, shape))
+        with pytest.raises(
+            ValueError, match=rf"image 1 of the request .*shape \[{shown}\] is not \[3, height, width\]"
+        ):
+            engine_of().submit(wrong)
     with pytest.raises(ValueError, match="without a vocabulary"):
         engine_of(guided=False).submit(request("a"))
     with pytest.raises(ValueError, match="no vision encoder"):
@@ -410,9 +457,83 @@ def test_a_failing_host_function_reaches_the_caller_with_its_batch_and_the_engin
     engine._states[request_id].fill = broken
     with pytest.raises(HostFuncError, match=r"in batch 2 of engine: RuntimeError: broken matcher"):
         engine.step()
-    engine.cancel(request_id)
+    assert engine.outcome(request_id).finish_reason == "failed" and not engine.cancel(request_id)
+    assert engine.slot_allocator.num_free == 4
     (outcome,) = run(engine, request("b"))
     assert is_person(outcome.text)
+
+
+def broken_target(engine: GuidedEngine, state: Any) -> None:
+    """The state breaks when the target's mask is filled: before any state has moved."""
+
+    def fill(bits: Any, row: int) -> None:
+        raise RuntimeError("broken matcher")
+
+    state.fill = fill
+
+
+def broken_verification(engine: GuidedEngine, state: Any) -> None:
+    """It breaks when it moves past the accepted tokens, as the others do."""
+    original = engine.guided._accept_row
+
+    def accept_row(index: int, first: int, row: GuidedRow, moved: Any) -> None:
+        if moved is state:
+            raise RuntimeError("broken matcher")
+        original(index, first, row, moved)
+
+    engine.guided._accept_row = accept_row
+
+
+def broken_last_draft(engine: GuidedEngine, state: Any) -> None:
+    """It breaks at the last draft: all others stand behind accepted tokens and drafts."""
+    original, fills = state.fill, iter(range(100))
+
+    def fill(bits: Any, row: int) -> None:
+        if bits is engine.guided._draft_mask.host and next(fills) == 2:
+            raise RuntimeError("broken matcher")
+        original(bits, row)
+
+    state.fill = fill
+
+
+@pytest.mark.parametrize("breaks", [broken_target, broken_verification, broken_last_draft])
+@pytest.mark.parametrize("steps", [1, 4])
+def test_a_request_whose_grammar_fails_ends_so_and_the_text_beside_it_is_what_it_is_alone(
+    engine_of, layer, breaks, steps
+):
+    (alone,) = run(engine_of(), request("beside"))
+    (whole,) = run(engine_of(), request("fails"))
+    engine = engine_of(layer)
+    fails, beside = engine.submit(request("fails")), engine.submit(request("beside"))
+    for _ in range(steps):
+        engine.step()
+    breaks(engine, engine._states[fails])
+    with pytest.raises(HostFuncError, match="broken matcher"):
+        for _ in range(4):  # the last draft is reached where no draft before it is refused
+            engine.step()
+    while engine.has_work:
+        engine.step()
+    failed, good = engine.outcome(fails), engine.outcome(beside)
+    assert good.finish_reason == "stop" and is_person(good.text)
+    assert (good.output.tokens, good.output.accepted) == (alone.output.tokens, alone.output.accepted)
+    assert failed.finish_reason == "failed"
+    assert 0 < len(failed.output.tokens) < len(whole.output.tokens)
+    assert failed.output.tokens == whole.output.tokens[: len(failed.output.tokens)]
+
+
+def test_what_a_failed_step_was_to_prefill_is_prefilled_by_the_next(engine_of, layer, image):
+    (alone,) = run(engine_of(), request("new", image(90)))
+    engine = engine_of(layer, encode="forward")
+    fails = engine.submit(request("fails"))
+    engine.step()
+    broken_verification(engine, engine._states[fails])
+    new = engine.submit(request("new", image(90)))
+    with pytest.raises(HostFuncError, match="broken matcher"):
+        engine.step()
+    while engine.has_work:
+        engine.step()
+    assert engine.outcome(fails).finish_reason == "failed"
+    assert engine.outcome(new).output.tokens == alone.output.tokens
 
 
 def test_two_engines_on_one_pipeline_are_tracked_apart(engine_of):

@@ -101,6 +101,10 @@ def test_an_end_that_is_no_token_is_refused():
         Vocabulary.of_bytes(VOCAB_SIZE, 300)
 
 
+def test_ids_that_only_pad_the_logits_are_no_text():
+    assert Vocabulary.of_bytes(VOCAB_SIZE, EOS).text([ord("a"), VOCAB_SIZE, 257, EOS, ord("b"), 10**6]) == "ab"
+
+
 # xgrammar alone lets raw control characters into strings with maxLength, and surrogates into any string.
 SHORT_STRING = GrammarSpec.json_schema({"type": "string", "maxLength": 4})
 

@@ -78,11 +78,8 @@ class GuidedEagleWrapper(EagleWrapper):
 
     def sample_draft(self, norm_hidden_state: torch.Tensor) -> torch.Tensor:
         """See `EagleWrapper.sample_draft`; drafts follow the grammars too."""
-        tokens = self.sample(self.guided(self.draft_logits(norm_hidden_state), "mask_draft"))
-        d2t = getattr(self.draft_model, "d2t", None)
-        if d2t is not None:
-            tokens = tokens + d2t[tokens].to(torch.int32)
-        return self.guided(tokens, "note_draft")
+        tokens = self.target_tokens(self.sample(self.guided(self.draft_logits(norm_hidden_state), "mask_draft")))
+        return self.guided(tokens.to(torch.int32), "note_draft")
 
 
 class VisionEncoder(nn.Module):
@@ -100,18 +97,22 @@ class VisionEncoder(nn.Module):
         config = SiglipVisionConfig(**{"vision_use_head": False, **vision_config})
         config._attn_implementation = "eager"
         assert isinstance(config.patch_size, int)
-        self.patch_size = config.patch_size
+        self.patch_size, self.num_channels = config.patch_size, config.num_channels
         self.tower = SiglipVisionModel(config)
         self.projection = nn.Linear(config.hidden_size, hidden_size)
         mark_encoder(self)
 
     def num_tokens(self, image: torch.Tensor) -> int:
-        """How many tokens an image ``[3, height, width]`` becomes.
+        """How many tokens an image ``[channels, height, width]`` becomes.
 
         Raises:
-            ValueError: its sides are no multiples of the patch size.
+            ValueError: it has another shape, or its sides are no positive multiples of the patch size.
         """
-        height, width = image.shape[-2:]
+        if image.dim() != 3 or image.shape[0] != self.num_channels or 0 in image.shape:
+            raise ValueError(
+                f"an image of shape {list(image.shape)} is not [{self.num_channels}, height, width] with sides above 0"
+            )
+        height, width = image.shape[1:]
         if height % self.patch_size or width % self.patch_size:
             raise ValueError(f"an image of {height}x{width} does not divide into patches of {self.patch_size}")
         return (height // self.patch_size) * (width // self.patch_size)
