@@ -19,10 +19,13 @@ MAX_PARTS = 4
 #: the digit of an element type, with which the kernel reads and writes.
 KINDS = {torch.int32: 0, torch.int64: 1, torch.bool: 2}
 
-#: what belongs to all pools, by its place in the table of addresses.
-_SHARED = ("input_ids", "position_ids", "input_pos", "cu_seqlen", "seq_len", "use_initial_states")
-_POOLED = ("cache_loc", "cu_num_pages", "last_page_len", "extra_page_per_seq", "seq_len_with_cache")
+#: what belongs to all pools, by its place in the table of addresses: what a switch writes.
+SHARED = ("input_ids", "position_ids", "input_pos", "cu_seqlen", "seq_len", "use_initial_states")
+#: what each pool has, by its place among the pool's own.
+POOLED = ("cache_loc", "cu_num_pages", "last_page_len", "extra_page_per_seq", "seq_len_with_cache")
 _FIRST_POOL, _PER_POOL = 8, 8
+#: the kernel is told by the bits of an int32, the sign's apart, which pools' page tables are in use.
+MAX_POOLS = 31
 _CHUNK = 512
 _NUM_WARPS = 4
 _NO_PART = (0, 0, 0)
@@ -54,10 +57,10 @@ class KernelMemory:
         views = {name: buffer.get_view(name) for name in buffer.tensor_names}
         self._bounds = 1 << int(views["cu_seqlen"].numel()).bit_length()
         self._scratch = torch.zeros(self.pools, 2 * self._bounds, dtype=torch.int32, device=self.device)
-        addresses = [views[name].data_ptr() for name in _SHARED]
+        addresses = [views[name].data_ptr() for name in SHARED]
         addresses += [0] * (_FIRST_POOL - len(addresses))
         for pool, suffix in enumerate(self._suffixes):
-            of_pool = [views[name + suffix].data_ptr() for name in _POOLED]
+            of_pool = [views[name + suffix].data_ptr() for name in POOLED]
             of_pool += [self._scratch[pool].data_ptr(), views["cache_loc" + suffix].numel()]
             addresses += of_pool + [0] * (_PER_POOL - len(of_pool))
         self._table = torch.tensor(addresses, dtype=torch.int64).to(self.device)

@@ -16,7 +16,19 @@ import torch
 
 from auto_deploy_ext import fused_launch, host_mirrors, replay, sanitizer
 from auto_deploy_ext.effects import HOST_SUFFIX, buffer_of
-from auto_deploy_ext.fused_launch import COPY, KINDS, MAX_PARTS, OFFSET, SWITCH, KernelMemory, PartArguments, code
+from auto_deploy_ext.fused_launch import (
+    COPY,
+    KINDS,
+    MAX_PARTS,
+    MAX_POOLS,
+    OFFSET,
+    POOLED,
+    SHARED,
+    SWITCH,
+    KernelMemory,
+    PartArguments,
+    code,
+)
 
 SWITCH_NAME, COPY_NAME, OFFSET_NAME = "switch_to_generate_", "copy_", "offset_pos_and_cache_"
 #: the mutations that a run may have; what each does on the device is `metadata_arithmetic`.
@@ -96,12 +108,9 @@ def reason_against(info: Any) -> str | None:
     for name in sorted(FUSIBLE):
         if getattr(getattr(type(info), name, None), "__qualname__", "") != f"MetadataMutations.{name}":
             return f"{type(info).__qualname__} has a {name} of its own"
-    if len(info._pool_suffixes) > _MAX_POOLS:
-        return f"it has {len(info._pool_suffixes)} cache pools, and the kernel handles {_MAX_POOLS}"
+    if len(info._pool_suffixes) > MAX_POOLS:
+        return f"it has {len(info._pool_suffixes)} cache pools, and the kernel handles {MAX_POOLS}"
     return None
-
-
-_MAX_POOLS = 31
 
 
 class _Run:
@@ -264,17 +273,14 @@ class _Run:
 
 
 def _switched_lengths(rows: int) -> dict[str, int]:
-    return {name: rows + (name == "cu_seqlen") for name in _SWITCH_WRITES}
-
-
-_SWITCH_WRITES = ("cu_seqlen", "input_ids", "input_pos", "position_ids", "seq_len", "use_initial_states")
+    return {name: rows + (name == "cu_seqlen") for name in SHARED}
 
 
 def _written(info: Any, part: Part) -> Sequence[str]:
     """The buffers that a part may write."""
     if part.name == COPY_NAME:
         return (part.buffer,)
-    return _SWITCH_WRITES if part.name == SWITCH_NAME else info._offset_scope()[0]
+    return SHARED if part.name == SWITCH_NAME else info._offset_scope()[0]
 
 
 def _moved(info: Any, part: Part) -> Sequence[str]:
@@ -298,7 +304,7 @@ def _note(info: Any, part: Part, operand: Any, rows: int, generating: bool) -> S
         if generating:
             return ()
         info._note_switch(rows)
-        return _SWITCH_WRITES
+        return SHARED
     info._input_buffer.set_current_length(part.buffer, operand.numel())
     info._input_buffer.bump_device(part.buffer)
     return ()
@@ -386,8 +392,5 @@ def is_fusible_copy(info: Any, name: str) -> bool:
     """Whether `copy_` of a buffer may be part of a run: page tables belong to other programs of the kernel."""
     if name != buffer_of(name) or name not in info._input_buffer.tensor_names:
         return False
-    pooled = {base + suffix for base in _POOLED for suffix in info._pool_suffixes}
+    pooled = {base + suffix for base in POOLED for suffix in info._pool_suffixes}
     return name not in pooled and info._input_buffer.get_view(name).dtype in KINDS
-
-
-_POOLED = ("cache_loc", "cu_num_pages", "last_page_len", "extra_page_per_seq", "seq_len_with_cache")

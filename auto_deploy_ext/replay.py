@@ -7,21 +7,80 @@ times as long as one of NumPy.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from auto_deploy_ext import host_mirrors, sanitizer
+from auto_deploy_ext.copy_memory import LandingPool
 from auto_deploy_ext.effects import POOL_SUFFIX
 from auto_deploy_ext.mirrors import Transfer
 
 _PAGE_TABLE = ("cache_loc", "cu_num_pages", "last_page_len")
 _SIDES = ("", "_host")
 
-#: a stream per device that operands travel on, beside whatever the device is busy with.
-_side_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+class _Lane:
+    """The way of operands from one device to the host: a stream beside whatever the device is busy with.
+
+    Landing areas and events are used again, because to make them takes longer than the rest of a snapshot.
+
+    Args:
+        stream: of the device.
+        pinned: whether landing areas are.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream, pinned: bool = True) -> None:
+        self._stream = stream
+        self._pinned = pinned
+        self._areas = LandingPool()
+        self._events: list[torch.cuda.Event] = []
+
+    def start(self, source: torch.Tensor) -> tuple[torch.Tensor, _Flight]:
+        """Start a copy of `[n]` int32 behind what the source's current stream does; gives where it lands."""
+        nbytes = 4 * source.numel()
+        area = self._areas.take(nbytes, self._pinned)
+        landing = area[:nbytes].view(torch.int32)
+        event = self._events.pop() if self._events else torch.cuda.Event()
+        # What waits for an event waits for the record before it, so the same one serves both ends of the copy.
+        event.record(torch.cuda.current_stream(source.device))
+        self._stream.wait_event(event)
+        with torch.cuda.stream(self._stream):
+            landing.copy_(source, non_blocking=True)
+        event.record(self._stream)
+        return landing, _Flight(self, area, event, source)
+
+    def has_landed(self, flight: _Flight) -> None:
+        """Take back the area and the event of a copy that is over, and whose values nobody reads there any more."""
+        self._areas.give_back(flight.area, None)
+        self._events.append(flight.event)
+
+    def abandon(self, flight: _Flight) -> None:
+        """Take back the area of a copy that nobody waits for, to be used when it is over."""
+        flight.source.record_stream(self._stream)
+        self._areas.give_back(flight.area, flight.event)
+
+
+class _Flight(NamedTuple):
+    """A copy on its way; what it reads and writes lives until it is over."""
+
+    lane: _Lane
+    area: torch.Tensor
+    event: torch.cuda.Event
+    source: torch.Tensor
+
+
+_lanes: dict[torch.device, _Lane] = {}
+
+
+def _lane_of(device: torch.device) -> _Lane:
+    lane = _lanes.get(device)
+    if lane is None:
+        lane = _lanes[device] = _Lane(torch.cuda.Stream(device))
+    return lane
 
 
 class OperandTicket:
@@ -31,22 +90,27 @@ class OperandTicket:
         transfer: what travels; its `waited` turns true when the host has to wait.
     """
 
-    def __init__(
-        self, transfer: Transfer, landing: torch.Tensor, source: torch.Tensor, event: torch.cuda.Event | None
-    ) -> None:
+    def __init__(self, transfer: Transfer, values: torch.Tensor, flight: _Flight | None = None) -> None:
         self.transfer = transfer
-        self._landing = landing
-        # The copy reads from the source, so that lives until the copy is done.
-        self._source: torch.Tensor | None = source
-        self._event = event
+        self._values = values
+        self._flight = flight
 
     def wait(self) -> torch.Tensor:
-        """Return the operand's values, `[n]` int32 on the host, once they have arrived."""
-        if self._event is not None and not self._event.query():
-            self.transfer.waited = True
-            self._event.synchronize()
-        self._event = self._source = None
-        return self._landing
+        """Return the operand's values, `[n]` int32 on the host, once they have arrived; they stay as they are."""
+        flight = self._flight
+        if flight is not None:
+            if not flight.event.query():
+                self.transfer.waited = True
+                flight.event.synchronize()
+            self._values, self._flight = self._values.clone(), None
+            flight.lane.has_landed(flight)
+        return self._values
+
+    def __del__(self) -> None:
+        """Give back what the copy uses, where nobody has waited for it."""
+        flight = self._flight
+        if flight is not None and not sys.is_finalizing():
+            flight.lane.abandon(flight)
 
 
 def snapshot(info: Any, operand: torch.Tensor, mutation: str) -> OperandTicket:
@@ -61,29 +125,14 @@ def snapshot(info: Any, operand: torch.Tensor, mutation: str) -> OperandTicket:
         mutation: the mutation that will be given it; the transfer carries its name.
     """
     source = operand.detach().reshape(-1).to(torch.int32, copy=True)
-    event = None
+    values, flight = source, None
     if source.device.type == "cuda":
-        landing = torch.empty(source.shape, dtype=torch.int32, pin_memory=True)
-        side = _side_stream(source.device)
-        side.wait_stream(torch.cuda.current_stream(source.device))
-        with torch.cuda.stream(side):
-            landing.copy_(source, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(side)
-        source.record_stream(side)
-    else:
-        landing = source
+        values, flight = _lane_of(source.device).start(source)
     transfer = Transfer((mutation,), source.numel() * source.element_size(), False, mutation)
+    ticket = OperandTicket(transfer, values, flight)
     for observer in list(host_mirrors.observers(info)):
         observer(transfer)
-    return OperandTicket(transfer, landing, source, event)
-
-
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    stream = _side_streams.get(device)
-    if stream is None:
-        stream = _side_streams[device] = torch.cuda.Stream(device)
-    return stream
+    return ticket
 
 
 def device_versions(info: Any, names: tuple[str, ...]) -> dict[str, int]:

@@ -12,9 +12,10 @@ from itertools import count, pairwise
 import pytest
 import torch
 
+from auto_deploy_ext.bench import command
 from auto_deploy_ext.bench.batches import RING, longest_sequence, make_ring
 from auto_deploy_ext.bench.cells import POLICIES, Backend, Group, Variant, groups_of, rotated, variants_of
-from auto_deploy_ext.bench.launches import launches_in
+from auto_deploy_ext.bench.launches import launches_in, write_trace
 from auto_deploy_ext.bench.measure import Block, RunAhead, Steps, Traffic
 from auto_deploy_ext.bench.pipelines import Limits, ModelSource
 from auto_deploy_ext.bench.plot import draw, write_plot
@@ -229,6 +230,23 @@ def test_without_a_gpu_the_outermost_operators_are_counted():
     assert (launches.what, launches.per_draft_step, launches.total) == ("operators", 2, 3)
 
 
+def test_a_trace_shows_the_steps_that_are_measured(tmp_path):
+    """Hooks on the consumers would have it show captured consumers instead of segments."""
+    segments = ModelSource("bench_tiny", capture="segments")
+    pipeline = segments.build(Backend("torch", "torch-cudagraph", K), Limits(ROWS, 128), [ROWS])
+    variant = Variant("auto", False)
+    forwards = make_forwards(pipeline, [variant])
+    pipeline.compile()
+    steps = Steps(pipeline, forwards, make_ring(pipeline.cm, ROWS, K, CONTEXT))
+    steps.warm_up(variant)
+    stats = forwards[variant].runner.stats
+    before = stats.replays, stats.eager
+    write_trace(steps, variant, tmp_path / "trace.json", 3)
+    assert (stats.replays, stats.eager) == (before[0] + 2 + 3, before[1])
+    names = Counter(event["name"] for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"])
+    assert names["bench:segment"] == 3
+
+
 # ---------------------------------------------------------------- the time budget
 
 
@@ -418,6 +436,26 @@ def test_wrong_usage_says_what_is_wrong(arguments, message, capsys):
     given = ["bench", "--config", "bench_tiny", "--parts", "cells", *arguments]
     assert main(given) == EXIT_USAGE
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--budget-seconds", "--block-ms"])
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "soon"])
+def test_times_are_above_zero(option, value, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["bench", "--config", "nowhere", f"{option}={value}"])
+    assert exit_.value.code == EXIT_USAGE
+    assert f"must be a number above 0, got '{value}'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot", "--traces"])
+def test_what_cannot_be_written_is_told_before_anything_is_measured(option, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(command, "_measure", lambda arguments: pytest.fail("it measures"))
+    (tmp_path / "file").touch()
+    wrong = [tmp_path / "file" / "below", tmp_path / ("file" if option == "--traces" else "")]
+    for path in wrong:
+        assert main(["bench", "--config", "bench_tiny", option, str(path)]) == EXIT_USAGE
+        assert f"{option} {path} cannot be written" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

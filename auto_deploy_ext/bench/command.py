@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -135,11 +138,38 @@ def add_parser(commands: Any) -> None:
         action="store_true",
         help="about a minute: one K, one batch, three short repetitions, two sweep sizes",
     )
-    effort.add_argument("--budget-seconds", type=float, metavar="S", help="for everything (default: 480; quick: 150)")
+    effort.add_argument(
+        "--budget-seconds", type=_positive_number, metavar="S", help="for everything (default: 480; quick: 150)"
+    )
     effort.add_argument("--repetitions", type=positive, metavar="N", help="of every cell (default: 11; quick: 3)")
-    effort.add_argument("--block-ms", type=float, metavar="MS", help="length of a timed block (default: 40; quick: 15)")
+    effort.add_argument(
+        "--block-ms", type=_positive_number, metavar="MS", help="length of a timed block (default: 40; quick: 15)"
+    )
     parser.add_argument("-v", "--verbose", action="store_true", help="log the transforms, and tracebacks of what fails")
     parser.set_defaults(function=bench_command)
+
+
+def _positive_number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or value <= 0:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
+    return value
+
+
+def _check_writable(option: str, path: Path, is_folder: bool = False) -> None:
+    """Raise BenchError where an option's file, or files in its folder, cannot be written; makes folders."""
+    folder = path if is_folder else path.parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+        if not is_folder and path.exists():
+            path.open("ab").close()
+    except OSError as error:
+        raise BenchError(f"{option} {path} cannot be written: {error.strerror or error}") from error
 
 
 def _check_backends(attention: Iterable[str], compiled: Iterable[str]) -> None:
@@ -162,7 +192,7 @@ def bench_command(arguments: argparse.Namespace) -> int:
     """``auto-deploy-ext bench``.
 
     Raises:
-        BenchError: see `_measure`.
+        BenchError: see `_measure`; or a file that is asked for cannot be written.
         MergeError: files that cannot be merged.
     """
     from ..report import make_console
@@ -175,6 +205,9 @@ def bench_command(arguments: argparse.Namespace) -> int:
             check_available()
         except PlotError as error:
             raise BenchError(str(error)) from error
+        _check_writable("--plot", arguments.plot)
+    if arguments.traces and not arguments.merge:
+        _check_writable("--traces", arguments.traces, is_folder=True)
     lost = False
     if arguments.merge:
         result = merge_results([load_result(path) for path in arguments.merge])
@@ -214,6 +247,7 @@ def _measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     """
     import torch
 
+    from ..embedded.pipeline import use_device
     from .pipelines import ModelSource
     from .results import describe_device, make_result, versions
     from .session import DeviceLostError, Effort, LeftOut, Session
@@ -225,6 +259,7 @@ def _measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], bool]:
             f"config {arguments.config!r} runs on {device}, and PyTorch finds no GPU here; "
             "--config bench_tiny runs on the CPU"
         )
+    use_device(source.config)
     plan = Plan.of(arguments, source.config)
     about = {
         "config": str(arguments.config),
@@ -254,24 +289,41 @@ def _measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     return make_result(findings, about), lost
 
 
+@dataclass(frozen=True)
 class Plan:
-    """What the arguments, and their defaults for the config's device, come to."""
+    """What the arguments, and their defaults for the config's device, come to.
 
-    def __init__(self, **fields: Any) -> None:
-        self.parts: tuple[str, ...] = fields["parts"]
-        self.groups: list[Group] = fields["groups"]
-        self.variants: list[Variant] = fields["variants"]
-        self.scale_groups: list[Group] = fields["scale_groups"]
-        self.scale_variants: list[Variant] = fields["scale_variants"]
-        self.scale_most_tokens: int = fields["scale_most_tokens"]
-        self.launch_backends: list[Backend] = fields["launch_backends"]
-        self.launch_variants: list[Variant] = fields["launch_variants"]
-        self.context: int = fields["context"]
-        self.traces: Path | None = fields["traces"]
-        self.seconds: float = fields["seconds"]
-        self.repetitions: int = fields["repetitions"]
-        self.block_ms: float = fields["block_ms"]
-        self.left_out: list[tuple[str, str]] = fields["left_out"]
+    Attributes:
+        parts: of PARTS, what is measured.
+        groups: the matrix, most important first.
+        variants: of each group.
+        scale_groups: the sweep over batch and sequence length.
+        scale_variants: of each group of the sweep.
+        scale_most_tokens: groups of the sweep with more cached tokens are left out.
+        launch_backends: whose launches are counted.
+        launch_variants: likewise.
+        context: cached tokens of a row in the matrix.
+        traces: the folder of traces; None: none are written.
+        seconds: for everything.
+        repetitions: of each cell.
+        block_ms: what a timed block should take.
+        left_out: what is left out from the start, and why.
+    """
+
+    parts: tuple[str, ...]
+    groups: list[Group]
+    variants: list[Variant]
+    scale_groups: list[Group]
+    scale_variants: list[Variant]
+    scale_most_tokens: int
+    launch_backends: list[Backend]
+    launch_variants: list[Variant]
+    context: int
+    traces: Path | None
+    seconds: float
+    repetitions: int
+    block_ms: float
+    left_out: list[tuple[str, str]]
 
     @classmethod
     def of(cls, arguments: argparse.Namespace, config: Any) -> Plan:

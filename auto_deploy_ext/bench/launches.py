@@ -15,7 +15,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from .cells import Variant
-from .measure import CONSUMERS, Steps, around
+from .measure import CONSUMERS, Steps
 
 _MARK = "bench:"
 DRAFT = "draft_model"
@@ -53,7 +53,7 @@ def count_launches(steps: Steps, variant: Variant) -> Launches:
 
 
 def write_trace(steps: Steps, variant: Variant, path: Path, count: int) -> None:
-    """Write a Chrome trace of some steps on end, with a range around each call of a model.
+    """Write a Chrome trace of some steps on end, with a range around each call of a model, or launch of a segment.
 
     Args:
         steps: warmed up.
@@ -67,7 +67,7 @@ def write_trace(steps: Steps, variant: Variant, path: Path, count: int) -> None:
     with steps.using(variant):
         steps.run(2)
         steps.synchronize()
-        with around(wrapper, model_names(wrapper), marks.before, marks.after), profile(activities=activities) as trace:
+        with steps.watching(variant, model_names(wrapper), marks), profile(activities=activities) as trace:
             steps.run(count)
             steps.synchronize()
     path.parent.mkdir(parents=True, exist_ok=True)

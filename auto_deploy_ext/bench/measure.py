@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from .cells import Variant
 from .pipelines import BenchPipeline
 
 CONSUMERS = ("target_model", "draft_model")
+SEGMENT = "segment"
 _WARM_STEPS = 2
 _WATCHED_STEPS = 2 * RING
 
@@ -175,27 +176,41 @@ class Steps:
         """How often consumer calls, after the first, began while the one before was still running.
 
         An event follows each consumer call on the stream; the next call begins with asking whether it has happened.
-        Where orchestrators run as segments, the launch of a graph that contains consumers is what counts as a call.
         None where there is no GPU.
         """
         if not self.on_gpu:
             return None
-        looker = _Looker()
+        looker = _RunningLooker()
         with self.using(variant):
             self.run(_WARM_STEPS)
-            with self._watching(variant, looker):
+            with self.watching(variant, CONSUMERS, looker):
                 self.run(_WATCHED_STEPS)
             self.synchronize()
         return RunAhead.of(looker.running, _WATCHED_STEPS) if looker.running else None
 
-    def _watching(self, variant: Variant, looker: _Looker) -> AbstractContextManager[None]:
+    def watching(self, variant: Variant, names: Sequence[str], looker: Looker) -> AbstractContextManager[None]:
+        """While active, a looker is told before and after each call of the submodules of these names.
+
+        Where orchestrators run as segments, a hook would keep them from that: the launch of a graph that contains
+        consumers is what counts as a call there, under the name SEGMENT.
+        """
         runner = self.forwards[variant].runner
         if isinstance(runner, SegmentedForward):
-            return runner.watched(lambda: looker.before(""), lambda: looker.after(""))
-        return around(self.pipeline.wrapper, CONSUMERS, looker.before, looker.after)
+            return runner.watched(lambda: looker.before(SEGMENT), lambda: looker.after(SEGMENT))
+        return around(self.pipeline.wrapper, names, looker)
 
 
-class _Looker:
+class Looker(Protocol):
+    """Who is told of calls."""
+
+    def before(self, name: str) -> None:
+        """A call of that name begins."""
+
+    def after(self, name: str) -> None:
+        """It has been issued."""
+
+
+class _RunningLooker:
     """Asks before each call whether the previous one's event has happened."""
 
     def __init__(self) -> None:
@@ -212,13 +227,13 @@ class _Looker:
 
 
 @contextmanager
-def around(wrapper: nn.Module, names: Sequence[str], before: Any, after: Any) -> Iterator[None]:
-    """While active, `before(name)` and `after(name)` are called around each call of the submodules of these names."""
+def around(wrapper: nn.Module, names: Sequence[str], looker: Looker) -> Iterator[None]:
+    """While active, a looker is told before and after each call of the submodules of these names."""
     handles = []
     for name in names:
         module = wrapper.get_submodule(name)
-        handles.append(module.register_forward_pre_hook(lambda *_, name=name: before(name)))
-        handles.append(module.register_forward_hook(lambda *_, name=name: after(name)))
+        handles.append(module.register_forward_pre_hook(lambda *_, name=name: looker.before(name)))
+        handles.append(module.register_forward_hook(lambda *_, name=name: looker.after(name)))
     try:
         yield
     finally:

@@ -380,7 +380,7 @@ class Engine:
         try:
             self._bring_mirrors()
             drafter = self.model.draft_model if self.draft_len else None
-            with copies.watching(drafter):
+            with copies.watching(self.model, drafter):
                 if self.draft_len:
                     output = self.model(self.cm)
                     tokens, lens, next_tokens = output.new_tokens, output.new_tokens_lens, output.next_new_tokens

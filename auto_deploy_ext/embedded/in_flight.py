@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from ..orchestrator import Dispatcher
+from .compile.captured_segments import SegmentedForward, Told
 from .requests import RunningSequence
 
 _IN_FLIGHT = 3
@@ -61,12 +64,39 @@ class Landing:
         return torch.ones(len(self._tokens), dtype=torch.int32) if self._lens is None else self._lens
 
 
+def watching_drafts(model: nn.Module, drafter: nn.Module, told: Told) -> AbstractContextManager[None]:
+    """While active, `told` is called when a step of a model begins to draft: its results are complete then.
+
+    What runs the model as segments is asked to tell, see `SegmentedForward.telling`; a hook on the drafter would keep
+    steps from being replayed. All else calls the drafter as a module, and `told` is given None before each call.
+    A batch that no traced variant of such a runner covers tells nothing, so its results come with its end.
+
+    Args:
+        model: the wrapper.
+        drafter: what it drafts with.
+        told: given the results that are complete, or None: all that are there.
+    """
+    bound = model.__dict__.get("forward")
+    if isinstance(bound, Dispatcher) and isinstance(bound.runner, SegmentedForward) and not bound.bypassed:
+        return bound.runner.telling(drafter, told)
+    return _hooked(drafter, told)
+
+
+@contextlib.contextmanager
+def _hooked(drafter: nn.Module, told: Told) -> Iterator[None]:
+    handle = drafter.register_forward_pre_hook(lambda *_: told(None))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 class ResultCopies:
     """Brings results of steps to the host without waiting, through pinned memory that is made once.
 
-    Where the drafter is called as a module, results travel on a side stream as soon as the target's answer was
-    compared with the drafts: they arrive while the step still drafts. Elsewhere (one graph for the whole step) they
-    travel behind the step, on its stream.
+    Where the drafter is called as a module, or drafts in device graphs of its own, results travel on a side stream as
+    soon as the target's answer was compared with the drafts: they arrive while the step still drafts. Elsewhere (one
+    graph for the whole step) they travel behind the step, on its stream.
 
     Args:
         device: where steps run.
@@ -80,6 +110,7 @@ class ResultCopies:
         self._places: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._next = 0
         self._verified: torch.cuda.Event | None = None
+        self._complete: tuple[torch.Tensor, ...] | None = None
         if self._on_cuda:
             self._side = torch.cuda.Stream(device)
             self._places = [
@@ -90,23 +121,25 @@ class ResultCopies:
                 for _ in range(_IN_FLIGHT)
             ]
 
-    @contextlib.contextmanager
-    def watching(self, drafter: nn.Module | None) -> Iterator[None]:
-        """While active, note when a step's first call of the drafter is reached: its results are complete then."""
-        self._verified = None
+    def watching(self, model: nn.Module, drafter: nn.Module | None) -> AbstractContextManager[None]:
+        """While active, note when a step of a model begins to draft: its results are complete then."""
+        self._verified = self._complete = None
         if not self._on_cuda or drafter is None:
-            yield
-            return
-        handle = drafter.register_forward_pre_hook(self._note)
-        try:
-            yield
-        finally:
-            handle.remove()
+            return contextlib.nullcontext()
+        return watching_drafts(model, drafter, self._note)
 
-    def _note(self, _module: nn.Module, _args: tuple[object, ...]) -> None:
+    def _note(self, complete: tuple[torch.Tensor, ...] | None) -> None:
         if self._verified is None and not torch.cuda.is_current_stream_capturing():
+            self._complete = complete
             self._verified = torch.cuda.Event()
             self._verified.record(torch.cuda.current_stream(self._device))
+
+    def _are_complete(self, sources: Sequence[torch.Tensor]) -> bool:
+        """Whether what was noted is that these results are there."""
+        if self._verified is None:
+            return False
+        known = self._complete
+        return known is None or all(any(source is tensor for tensor in known) for source in sources)
 
     def start(self, tokens: torch.Tensor, lens: torch.Tensor | None) -> Landing:
         """Start bringing a step's results, which nothing may overwrite on the device until they are there.
@@ -122,7 +155,8 @@ class ResultCopies:
         sources = (tokens,) if lens is None else (tokens, lens)
         stream = torch.cuda.current_stream(tokens.device)
         # A copy that converts would read memory that the step's own stream allocated for it just now.
-        if self._verified is not None and all(source.dtype is torch.int32 for source in sources):
+        if self._are_complete(sources) and all(source.dtype is torch.int32 for source in sources):
+            assert self._verified is not None
             stream = self._side
             stream.wait_event(self._verified)
         event = torch.cuda.Event()

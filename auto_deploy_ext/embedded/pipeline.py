@@ -47,6 +47,9 @@ def make_interface(config: EmbeddedConfig) -> CachedSequenceInterface:
 def build_pipeline(config: EmbeddedConfig) -> Pipeline:
     """Run all transforms of a config.
 
+    A GPU that the config names by its number becomes the process's current one: device graphs are captured and Triton's
+    kernels launched on that, so a process runs the models of one GPU.
+
     Raises:
         ConfigError: no such model factory, or no such device on this machine.
 
@@ -58,7 +61,7 @@ def build_pipeline(config: EmbeddedConfig) -> Pipeline:
         factory_class = ModelFactoryRegistry.get(config.model_factory)
     except KeyError as error:
         raise ConfigError([Problem(Place("config"), "model_factory", str(error.args[0]))]) from error
-    _check_device(config)
+    use_device(config)
     factory = factory_class.from_config(config)
     cm = make_interface(config)
     model = InferenceOptimizer(factory, config.transforms)(cm)
@@ -67,8 +70,12 @@ def build_pipeline(config: EmbeddedConfig) -> Pipeline:
     return Pipeline(config, factory, model.eval(), cm)
 
 
-def _check_device(config: EmbeddedConfig) -> None:
-    """Raise ConfigError for a GPU that is not there."""
+def use_device(config: EmbeddedConfig) -> None:
+    """Make a config's GPU the current one of the process, where the config says which.
+
+    Raises:
+        ConfigError: it is not there.
+    """
     device = config.torch_device
     if device.type != "cuda":
         return
@@ -77,3 +84,5 @@ def _check_device(config: EmbeddedConfig) -> None:
         found = f"GPUs 0 to {count - 1}" if count else "no GPU"
         message = f"{config.device} is asked for, but PyTorch {torch.__version__} finds {found}; set device: cpu"
         raise ConfigError([Problem(Place("config"), "device", message)])
+    if device.index is not None:
+        torch.cuda.set_device(device)

@@ -144,6 +144,9 @@ class CapturedModule(nn.Module):
         self.copies_results = True
         self.stats = CaptureStats()
         self._interface_names = frozenset(interface_names)
+        self._graph_keys = []
+        # Planners know graphs by key: without this their memory would outlive a module that is just dropped.
+        weakref.finalize(self, forget_all, self._graph_keys).atexit = False
         self._start_afresh()
         self._moves = 0
 
@@ -293,18 +296,19 @@ class CapturedModule(nn.Module):
             frozen = {n: v.clone() for n, v in kwargs.items() if n.endswith(HOST_SUFFIX)}
         for name, tensor in inputs.items():
             tensor.copy_(kwargs[name])
+        self._graph_keys.append(number)
         with plan_for_graph(number):
             plans = [call(kwargs) for call in self._plan_calls]
             given = {**kwargs, **frozen, **inputs}
             given |= {call.name: plan for call, plan in zip(self._plan_calls, plans, strict=True)}
+            body = self._body  # the runner, which this module owns, must not keep the module alive
             try:
-                result = runner.capture(number, lambda: self._body(**given), self._pool)
+                result = runner.capture(number, lambda: body(**given), self._pool)
             except Exception as error:
                 raise CaptureError(
                     f"{self.name} cannot be captured for {self._describe(kwargs)}: {type(error).__name__}: {error}\n"
                     "compile_backend: torch-simple runs it as it is"
                 ) from error
-        self._graph_keys.append(number)
         self.stats.captures += 1
         logger.info("captured %s for %s", self.name, self._describe(kwargs))
         bound = [
@@ -337,8 +341,7 @@ class CapturedModule(nn.Module):
         if self._runner is not None:
             self._runner.owner.layer.synchronize()
             self._runner.release()
-        for key in self._graph_keys:
-            forget_graph(key)
+        forget_all(self._graph_keys)
         self._start_afresh()
 
     def _start_afresh(self) -> None:
@@ -355,6 +358,11 @@ class CapturedModule(nn.Module):
         self._sizes = frozenset(self.batch_sizes)
         self._entries = {}
         self._warm = set()
-        self._graph_keys = []
         self._runner = None
         self._pool = None
+
+
+def forget_all(keys: list[Hashable]) -> None:
+    """Tell planners that device graphs are freed, and empty the list of their keys."""
+    while keys:
+        forget_graph(keys.pop())

@@ -7,8 +7,9 @@ import functools
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -34,10 +35,10 @@ from ...orchestrator import (
     trace_variants,
 )
 from ...refresh import is_placed
-from ..custom_ops.plan_ops import forget_graph, plan_for_graph
+from ..custom_ops.plan_ops import plan_for_graph
 from ..graph_runner import GraphRunner
 from .captured_forward import CapturedForward, HostState, captured_objects, consumer_modules, parameter_addresses
-from .captured_module import CapturedModule
+from .captured_module import CapturedModule, forget_all
 from .layers import owner_for
 from .plan_calls import update_plan
 from .segments import Role, is_python, parts_of, reason_against_segments, role_of
@@ -47,7 +48,15 @@ logger = logging.getLogger("auto_deploy_ext")
 #: one step of a replay, which is given the interface.
 Step = Callable[[Any], object]
 
+#: called before and after a launch.
+Watch = tuple[Callable[[], None], Callable[[], None]]
+#: called when a step is about to draft, with those of its results that are final and stay as they are; None: whatever
+#: it has computed by then.
+Told = Callable[["tuple[torch.Tensor, ...] | None"], None]
+
 _numbers = itertools.count(1)
+_NOTHING: Mapping[int, torch.Tensor] = MappingProxyType({})
+_HOOKED = "_told_of_hooks"
 _REASON = "_reason_against_segments"
 
 
@@ -73,6 +82,8 @@ class _Entry:
         leaves: of the result; the tensors among them are overwritten by the next replay.
         launches: how many of the steps launch a device graph.
         with_consumers: which of the steps launch one that contains a consumer.
+        drafting: the second of these, before which the first consumer's answer is known; None: there is one at most.
+        early: which of the result's tensors are final when that step begins.
         objects: see `captured_objects`, and what else tells that mirrors have moved; not kept alive.
         addresses: parameters, and where they lay.
     """
@@ -82,6 +93,8 @@ class _Entry:
     spec: Any
     launches: int
     with_consumers: frozenset[int]
+    drafting: int | None
+    early: tuple[int, ...]
     objects: list[weakref.ref[Any]]
     addresses: list[tuple[torch.Tensor, int]]
     tensors: list[torch.Tensor] = field(init=False)
@@ -96,31 +109,49 @@ class _Entry:
             step(interface)
         return self.result()
 
-    def run_watched(self, interface: Any, before: Callable[[], None], after: Callable[[], None]) -> Any:
-        """Replay it, with these calls around each launch of a graph that contains a consumer."""
+    def run_observed(self, interface: Any, watch: Watch | None, told: Told | None) -> Any:
+        """Replay it, with calls around each launch of a graph that contains a consumer, or when drafts begin."""
+        early: dict[int, torch.Tensor] = {}
         for place, step in enumerate(self.steps):
-            if place in self.with_consumers:
-                before()
+            if told is not None and place == self.drafting:
+                early = self._copied(self.early)
+                told(tuple(early.values()))
+            if watch is not None and place in self.with_consumers:
+                watch[0]()
                 step(interface)
-                after()
+                watch[1]()
             else:
                 step(interface)
-        return self.result()
+        return self.result(early)
 
-    def result(self) -> Any:
-        """A copy of what the last replay left behind."""
-        copies = [torch.empty_like(tensor) for tensor in self.tensors]
-        if copies:
-            torch._foreach_copy_(copies, self.tensors)
+    def result(self, early: Mapping[int, torch.Tensor] = _NOTHING) -> Any:
+        """A copy of what the last replay left behind; of some tensors it has been made already."""
+        if early:
+            late = [i for i in range(len(self.tensors)) if i not in early]
+            made = {**early, **self._copied(late)}
+            copies = [made[i] for i in range(len(self.tensors))]
+        else:
+            copies = _copies(self.tensors)
         given = iter(copies)
         leaves = [next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
         return tree_unflatten(leaves, self.spec)
+
+    def _copied(self, which: Sequence[int]) -> dict[int, torch.Tensor]:
+        return dict(zip(which, _copies([self.tensors[i] for i in which]), strict=True))
 
     def is_current(self, variant: Any, interface: Any) -> bool:
         """Whether everything still lies where it did when this was captured."""
         objects = _objects(variant, interface)
         same = len(objects) == len(self.objects) and all(r() is o for r, o in zip(self.objects, objects, strict=True))
         return same and all(tensor.data_ptr() == address for tensor, address in self.addresses)
+
+
+def _copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies in one launch."""
+    copies = [torch.empty_like(tensor) for tensor in tensors]
+    if copies:
+        torch._foreach_copy_(copies, tensors)
+    return copies
 
 
 def _objects(variant: Any, interface: Any) -> list[Any]:
@@ -148,10 +179,12 @@ class SegmentedForward(CapturedForward):
 
     def __init__(self, batch_sizes: Iterable[int], max_draft_len: int) -> None:
         super().__init__(batch_sizes, max_draft_len)
-        self._watch: tuple[Callable[[], None], Callable[[], None]] | None = None
+        self._watch: Watch | None = None
+        self._drafter: tuple[nn.Module, Told] | None = None
         self._segmented: dict[Hashable, _Entry] = {}
         self._warm = set()
         self._plan_keys = []
+        weakref.finalize(self, forget_all, self._plan_keys).atexit = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SegmentedForward:
         return SegmentedForward(self.batch_sizes, self.max_draft_len)
@@ -173,33 +206,58 @@ class SegmentedForward(CapturedForward):
         finally:
             self._watch = previous
 
+    @contextlib.contextmanager
+    def telling(self, drafter: nn.Module, told: Told) -> Iterator[None]:
+        """While active, `told` is called when a batch begins to draft: a hook would keep it from being replayed.
+
+        A replay calls it before the second launch of a graph that contains a consumer, with copies of the results that
+        are final by then, which are what it returns later on; not at all, where there is no such launch. A batch that
+        runs eagerly calls it with None before each call of the drafter.
+        """
+        previous, self._drafter = self._drafter, (drafter, told)
+        try:
+            yield
+        finally:
+            self._drafter = previous
+
     # ---------------------------------------------------------------- calls
 
     def __call__(self, variant: Any, interface: Any) -> Any:
         """Run a variant on the batch that the interface holds, which it fits."""
         key = None if _must_stay_whole(variant, interface) else self._key(variant, interface)
         if key is None:
-            self.stats.eager += 1
-            return variant(interface)
+            return self._run_eagerly(variant, interface)
         entry = self._segmented.get(key)
         if entry is not None and entry.is_current(variant, interface):
             self.stats.replays += 1
-            return entry.run(interface) if self._watch is None else entry.run_watched(interface, *self._watch)
+            if self._watch is None and self._drafter is None:
+                return entry.run(interface)
+            return entry.run_observed(interface, self._watch, None if self._drafter is None else self._drafter[1])
         if entry is not None:
             self.forget_graphs()
         if key not in self._warm:
             self._warm.add(key)
-            self.stats.eager += 1
             with _eager_consumers(variant):
-                return variant(interface)
+                return self._run_eagerly(variant, interface)
         return self._capture_segments(key, variant, interface)
+
+    def _run_eagerly(self, variant: Any, interface: Any) -> Any:
+        self.stats.eager += 1
+        if self._drafter is None:
+            return variant(interface)
+        drafter, told = self._drafter
+        handle = drafter.register_forward_pre_hook(lambda *_: told(None))
+        try:
+            return variant(interface)
+        finally:
+            handle.remove()
 
     def _capture_segments(self, key: Hashable, variant: Any, interface: Any) -> Any:
         info = interface.info
         if self._runner is None:
             self._runner = GraphRunner(owner_for(info._input_buffer.get_view("input_ids").device))
             self._pool = self._runner.owner.layer.new_pool()
-        cutter = _Cutter(self._runner, self._pool, variant, interface)
+        cutter = _Cutter(self._runner, self._pool, variant, interface, self._plan_keys)
         try:
             leaves, spec = cutter.run()
         except Exception as error:
@@ -208,8 +266,6 @@ class SegmentedForward(CapturedForward):
                 f"{info.num_sequences} rows: {type(error).__name__}: {error}\n"
                 "capture: consumers leaves the orchestrator outside of graphs"
             ) from error
-        finally:
-            self._plan_keys += cutter.plan_keys.values()
         objects = [weakref.ref(found) for found in _objects(variant, interface)]
         entry = _Entry(
             cutter.steps,
@@ -217,6 +273,7 @@ class SegmentedForward(CapturedForward):
             spec,
             cutter.launches,
             frozenset(cutter.with_consumers),
+            *cutter.drafting(leaves),
             objects,
             parameter_addresses(variant),
         )
@@ -233,9 +290,8 @@ class SegmentedForward(CapturedForward):
     def forget_graphs(self) -> None:
         """Free all graphs; they are captured anew when batches come."""
         super().forget_graphs()
-        for key in self._plan_keys:
-            forget_graph(key)
-        self._segmented, self._warm, self._plan_keys = {}, set(), []
+        forget_all(self._plan_keys)
+        self._segmented, self._warm = {}, set()
 
 
 def bind_segments(mod: nn.Module, cm: Any, batch_sizes: Iterable[int], max_draft_len: int) -> SegmentedForward | None:
@@ -281,7 +337,20 @@ def _must_stay_whole(variant: Any, interface: Any) -> bool:
     own = vars(interface.info)
     if not FUSIBLE.isdisjoint(own):
         return True
-    return any(map(has_other_hooks, consumer_modules(variant)))
+    return _are_hooked(variant)
+
+
+def _are_hooked(variant: Any) -> bool:
+    """Whether consumers have hooks, which must see each call; it is told once."""
+    if not any(map(has_other_hooks, consumer_modules(variant))):
+        return False
+    if _HOOKED not in variant.__dict__:
+        variant.__dict__[_HOOKED] = True
+        logger.warning(
+            "%r runs with consumers captured instead of segments, as long as consumers have forward hooks",
+            variant.variant,
+        )
+    return True
 
 
 @contextlib.contextmanager
@@ -310,19 +379,20 @@ class _Cutter:
             batches may be given it then, because a replay computes all of it anew.
         variant: the orchestrator graph.
         interface: it holds the batch.
+        plan_keys: how planners know the graphs; each is added before anything is planned for it.
 
     Attributes:
         steps: what a replay does.
         launches: how many graphs there are.
         with_consumers: the steps that launch one with a consumer.
-        plan_keys: by consumer and kind of batch, how planners know the graphs.
     """
 
-    def __init__(self, runner: GraphRunner, pool: Any, variant: Any, interface: Any) -> None:
+    def __init__(self, runner: GraphRunner, pool: Any, variant: Any, interface: Any, plan_keys: list[Hashable]) -> None:
         self.steps: list[Step] = []
         self.launches = 0
         self.with_consumers: list[int] = []
-        self.plan_keys: dict[Hashable, Hashable] = {}
+        self._plan_keys = plan_keys
+        self._key_of: dict[Hashable, Hashable] = {}
         self._runner = runner
         self._pool = pool
         self._variant = variant
@@ -334,6 +404,8 @@ class _Cutter:
         self._plans: dict[Node, dict[str, Any]] = {}
         self._pending: list[Node] = []
         self._has_effects = False
+        #: of the tensors that are there before the second graph with a consumer: how often each had been written.
+        self._versions: dict[int, int] = {}
 
     def run(self) -> tuple[list[Any], Any]:
         """Do it; gives the leaves of the result, where replays leave them, and its form."""
@@ -347,6 +419,23 @@ class _Cutter:
                 self._take(node)
         self._flush()
         return tree_flatten(map_arg(output.args[0], self._values.__getitem__))
+
+    def drafting(self, leaves: Sequence[Any]) -> tuple[int | None, tuple[int, ...]]:
+        """The step that launches the second graph with a consumer; which tensors among the leaves are final then."""
+        if len(self.with_consumers) < 2:
+            return None, ()
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        owned = {
+            _memory(value) for value in _objects(self._variant, self._interface) if isinstance(value, torch.Tensor)
+        }
+        final = [
+            i
+            for i, tensor in enumerate(tensors)
+            if id(tensor) in self._versions
+            and self._versions[id(tensor)] == tensor._version
+            and _memory(tensor) not in owned
+        ]
+        return self.with_consumers[1], tuple(final)
 
     def _take(self, node: Node) -> None:
         role = role_of(node, self._owner)
@@ -419,7 +508,10 @@ class _Cutter:
         given = {name: map_arg(arguments[name], self._values.__getitem__) for name in names}
         info = self._interface.info
         kind = id(module), tuple(info.batch_info.serialize().tolist())
-        key = self.plan_keys.setdefault(kind, ("segments", next(_numbers)))
+        key = self._key_of.get(kind)
+        if key is None:
+            key = self._key_of[kind] = ("segments", next(_numbers))
+            self._plan_keys.append(key)
         made: list[Any] = []
         step = _plan_step(key, [_bound(call, given) for call in module._plan_calls], made)
         self._do(step)
@@ -437,23 +529,31 @@ class _Cutter:
         for node in nodes:
             if role_of(node, self._owner) in (Role.MUTATION, Role.COUNTS):
                 kept |= inside.intersection(node.all_input_nodes)
+        with_consumer = any(role_of(node, self._owner) is Role.CONSUMER for node in nodes)
+        if with_consumer and len(self.with_consumers) == 1:
+            known = tree_leaves(list(self._values.values()))
+            counted = [leaf for leaf in known if isinstance(leaf, torch.Tensor) and not leaf.is_inference()]
+            self._versions = {id(tensor): tensor._version for tensor in counted}
         segment = _Segment(self._variant, self._interface, nodes, kept, self._values, self._plans)
         number = next(_numbers)
         self._interface.info._input_buffer.settle()
-        self._runner.capture(number, segment, self._pool)
+        # What is captured refers to the wrapper, so the runner, which the wrapper owns, must not keep it alive.
+        alive = weakref.ref(segment)
+        self._runner.capture(number, lambda: _run_alive(alive), self._pool)
         replay = self._runner.replayer(number)
-        if not self._runner.owner.layer.capture_runs:
+        runs = self._runner.owner.layer.capture_runs
+        if not runs:
             replay()
-        if any(role_of(node, self._owner) is Role.CONSUMER for node in nodes):
+        if with_consumer:
             self.with_consumers.append(len(self.steps))
-        self.steps.append(lambda interface: replay())
+        self.steps.append(_launch_step(replay, segment if runs else None))
         self.launches += 1
         for node in nodes:
             role = role_of(node, self._owner)
             if role is Role.MUTATION:
-                known = parts_of(node)
-                assert known is not None
-                self._do(_note_step(known[0], [self._template(operand) for operand in known[1]], self._cells))
+                mutation = parts_of(node)
+                assert mutation is not None
+                self._do(_note_step(mutation[0], [self._template(operand) for operand in mutation[1]], self._cells))
             elif role is Role.COUNTS:
                 args = map_arg(node.args[2:], self._values.__getitem__)
                 kwargs = map_arg(node.kwargs, self._values.__getitem__)
@@ -587,6 +687,10 @@ def _quiet_parts(parts: tuple[tuple[Any, ...], ...]) -> tuple[tuple[Any, ...], .
     )
 
 
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
 def _has_name(argument: Any) -> bool:
     return hasattr(argument, "name")
 
@@ -600,6 +704,21 @@ def _looked_up(argument: Any, interface: Any, cells: list[Any]) -> Any:
     if argument.cell >= 0:
         return cells[argument.cell]
     return interface.info if argument.info else interface
+
+
+def _run_alive(segment: weakref.ref[_Segment]) -> None:
+    found = segment()
+    assert found is not None
+    found()
+
+
+def _launch_step(replay: Callable[[], object], ordered: _Segment | None) -> Step:
+    """Launches a graph; where ordered calls take its place, keeps what they run."""
+
+    def step(interface: Any, kept: _Segment | None = ordered) -> None:
+        replay()
+
+    return step
 
 
 def _host_step(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], cells: list[Any], cell: int) -> Step:

@@ -255,6 +255,7 @@ class FlashInferPlanner:
         table: the plan table on the device, see `TableLayout`.
         current: what the next attention runs with.
         ring: host memory that plans are copied from.
+        is_done_with: it has served device graphs, all of which are freed, and nothing was planned since.
     """
 
     def __init__(self, geometry: PlanGeometry, max_rows: int, num_entries: int, device: torch.device) -> None:
@@ -266,6 +267,7 @@ class FlashInferPlanner:
         self.table = torch.zeros(self.layout.size, dtype=torch.int32, device=device)
         self.ring = SlotRing(self.layout, device)
         self.current: Planned | None = None
+        self.is_done_with = False
         self._flashinfer = load_flashinfer()
         self._is_known = getattr(self._flashinfer, "__version__", "") == KNOWN_VERSION
         self._eager: dict[bool, Planned] = {}
@@ -286,6 +288,7 @@ class FlashInferPlanner:
 
     def plan(self, mirrors: Mirrors) -> torch.Tensor:
         """Plan the batch that the mirrors describe; gives the table, always the same tensor."""
+        self.is_done_with = False
         counts = batch_counts(mirrors.batch_info)
         rows, tokens = sum(counts[0::2]), sum(counts[1::2])
         if tokens == 0:
@@ -300,7 +303,8 @@ class FlashInferPlanner:
 
     def forget(self, graph: Hashable) -> None:
         """Let go of a device graph's wrapper."""
-        self._graphs.pop(graph, None)
+        if self._graphs.pop(graph, None) is not None and not self._graphs:
+            self.is_done_with = True
 
     # ---------------------------------------------------------------- wrappers
 
@@ -552,6 +556,7 @@ def _found(handle: int, *sizes: Any) -> FlashInferPlanner | None:
 
 
 def _new_planner(handle: int, *sizes: Any) -> FlashInferPlanner:
+    _drop_those_done_with()
     made = FlashInferPlanner(*sizes)
     known = _planners.setdefault(handle, [])
     idle = [candidate for candidate in known if not candidate.serves_graphs]
@@ -559,6 +564,20 @@ def _new_planner(handle: int, *sizes: Any) -> FlashInferPlanner:
         known.remove(oldest)
     known.append(made)
     return made
+
+
+def _drop_those_done_with() -> None:
+    """Free planners of models that are gone.
+
+    Whoever frees a graph may do so at any moment, between another's plan and its attention too, so it only leaves a
+    note. Where a planner is made, no attention is waiting for an earlier plan.
+    """
+    for handle, known in list(_planners.items()):
+        left = [candidate for candidate in known if not candidate.is_done_with]
+        if left:
+            known[:] = left
+        else:
+            del _planners[handle]
 
 
 def known_planner(

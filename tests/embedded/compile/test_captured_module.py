@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import pickle
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -318,6 +320,37 @@ def test_plans_are_made_before_every_replay_with_the_calls_own_mirrors(planner: 
     on_forget(forgotten.append)
     module.forget_graphs()
     assert forgotten == [graph]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_planners_are_told_of_the_graphs_of_a_module_that_is_dropped(fails: bool) -> None:
+    """Also of one whose capture fails, for which a plan was made."""
+    planned: list[Any] = []
+
+    def plan(input_pos_host: torch.Tensor) -> int:
+        planned.append(current_graph())
+        return 3
+
+    def attend(x: torch.Tensor, plan: int) -> torch.Tensor:
+        if fails and planned[-1] is not None:
+            raise RuntimeError("not in a capture")
+        return x + plan
+
+    graph = Graph()
+    x, mirror = graph.placeholder("x"), graph.placeholder("input_pos_host")
+    graph.output(graph.call_function(attend, (x, graph.call_function(plan, (mirror,)))))
+    register_plan_op(plan)
+    forgotten: list[Any] = []
+    on_forget(forgotten.append)
+    module = CapturedModule(GraphModule({}, graph), NAMES, (2,))
+    module(torch.ones(2, 1), torch.zeros(2))
+    with pytest.raises(CaptureError, match="not in a capture") if fails else nullcontext():
+        module(torch.ones(2, 1), torch.zeros(2))
+    assert planned[-1] is not None and not forgotten
+    del module
+    gc.collect()
+    assert forgotten == [planned[-1]]
+    PLAN_OPS.pop(plan, None)
 
 
 def test_a_plan_that_returns_another_tensor_is_copied_and_another_number_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import pickle
 import sys
@@ -20,6 +21,7 @@ from auto_deploy_ext.embedded.compile.captured_segments import SegmentedForward
 from auto_deploy_ext.embedded.config import load_config
 from auto_deploy_ext.embedded.custom_ops import flashinfer_planner
 from auto_deploy_ext.embedded.generation import generate
+from auto_deploy_ext.embedded.in_flight import ResultCopies, watching_drafts
 from auto_deploy_ext.embedded.pipeline import build_pipeline
 from auto_deploy_ext.embedded.transform.interface import SharedConfig
 from auto_deploy_ext.embedded.transform.library.compile_model import CompileModelConfig
@@ -200,6 +202,60 @@ def test_launches_with_consumers_may_be_watched(built: Any, flashinfer: Any) -> 
     assert seen == ["before", "after"] * (1 + K)
 
 
+def test_overlapped_steps_are_replayed(built: Any, flashinfer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU every step of an overlapping engine is watched; a hook on the drafter would keep it from segments."""
+    captured = segmented(scoped(built("flashinfer"), "auto", fused=True))
+    expected = tokens(captured)
+    told: list[Any] = []
+    monkeypatch.setattr(
+        ResultCopies, "watching", lambda self, model, drafter: watching_drafts(model, drafter, told.append)
+    )
+    stats = runner_of(captured).stats
+    before, eager = stats.replays, stats.eager
+    assert tokens(captured, overlap=True) == expected
+    assert stats.replays > before and stats.eager > eager
+    kinds = [complete is None for complete in told]
+    assert kinds.count(False) == stats.replays - before
+    assert kinds.count(True) == K * (stats.eager - eager), "a step that runs eagerly tells at each call of the drafter"
+    assert not captured.model.draft_model._forward_pre_hooks
+
+
+def test_a_replay_tells_which_results_are_complete_when_it_begins_to_draft(built: Any, flashinfer: Any) -> None:
+    captured = segmented(scoped(built("flashinfer"), "auto", fused=True))
+    for _ in range(2):
+        step(captured)
+    seen: list[Any] = []
+    runner = runner_of(captured)
+    with (
+        runner.watched(lambda: seen.append("launch"), lambda: None),
+        watching_drafts(
+            captured.model, captured.model.draft_model, lambda done: seen.append([(t, t.tolist()) for t in done or ()])
+        ),
+    ):
+        output = step(captured, past=7)
+    assert runner.stats.replays == 1
+    complete = seen.pop(1)
+    assert seen == ["launch"] * (1 + K)
+    assert {id(tensor) for tensor, _ in complete} >= {id(output.new_tokens), id(output.new_tokens_lens)}
+    assert all(tensor.tolist() == values for tensor, values in complete)
+    known = step(captured, past=7)
+    assert {n: v.tolist() for n, v in output.items()} == {n: v.tolist() for n, v in known.items()}
+    copies = ResultCopies(torch.device("cpu"), 2, 1 + K)
+    assert not copies._are_complete([output.new_tokens])
+    copies._verified, copies._complete = object(), tuple(tensor for tensor, _ in complete)
+    assert copies._are_complete([output.new_tokens, output.new_tokens_lens])
+    assert not copies._are_complete([output.new_tokens, output.next_new_tokens])
+
+
+def test_a_step_that_is_one_graph_tells_nothing(built: Any) -> None:
+    captured = segmented(scoped(built("torch"), "auto", fused=False))
+    told: list[Any] = []
+    with watching_drafts(captured.model, captured.model.draft_model, told.append):
+        for _ in range(4):
+            step(captured)
+    assert told == [None] * K and runner_of(captured).stats.replays == 2
+
+
 def test_results_may_be_kept(built: Any, flashinfer: Any) -> None:
     captured = segmented(scoped(built("flashinfer"), "auto", fused=True))
     kept = [step(captured, past=past) for past in (3, 3, 3, 7)]
@@ -219,10 +275,27 @@ def test_a_copied_wrapper_captures_anew(built: Any, how: str) -> None:
     assert tokens(twin) == expected and runner_of(twin).stats.replays > 0
 
 
+def kept_graphs() -> int:
+    """How many device graphs planners hold memory for."""
+    return sum(len(planner._graphs) for known in flashinfer_planner._planners.values() for planner in known)
+
+
+def test_planners_let_go_of_a_model_that_is_dropped(built: Any, flashinfer: Any) -> None:
+    captured = segmented(scoped(built("flashinfer"), "auto", fused=True))
+    for _ in range(3):
+        step(captured)
+    assert runner_of(captured).stats.replays and kept_graphs() > 0
+    del captured
+    gc.collect()
+    assert kept_graphs() == 0
+
+
 # ---------------------------------------------------------------- what is not split
 
 
-def test_a_sanitized_model_and_one_with_hooks_run_their_consumers(built: Any, flashinfer: Any) -> None:
+def test_a_sanitized_model_and_one_with_hooks_run_their_consumers(
+    built: Any, flashinfer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     captured = segmented(scoped(built("flashinfer"), "auto", fused=True))
     for _ in range(3):
         expected = step(captured)
@@ -233,9 +306,12 @@ def test_a_sanitized_model_and_one_with_hooks_run_their_consumers(built: Any, fl
             assert torch.equal(step(captured).next_draft_tokens, expected.next_draft_tokens)
     calls: list[Any] = []
     handle = draft.register_forward_hook(lambda *_: calls.append(1))
-    step(captured)
+    with caplog.at_level(logging.WARNING, logger="auto_deploy_ext"):
+        for _ in range(2):
+            step(captured)
     handle.remove()
-    assert len(calls) == K and draft.stats.replays > seen and stats.replays == replays
+    assert caplog.text.count("as long as consumers have forward hooks") == 1
+    assert len(calls) == 2 * K and draft.stats.replays > seen and stats.replays == replays
     step(captured)
     assert stats.replays == replays + 1
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -215,6 +217,28 @@ def test_a_freed_graphs_wrapper_is_let_go() -> None:
     assert set(own._graphs) == {"a"}
     forget_graph("a")
     assert not own._graphs
+
+
+def test_a_planner_whose_graphs_are_freed_goes_when_another_is_made() -> None:
+    def known() -> set[int]:
+        return set(flashinfer_planner._planners)
+
+    with plan_for_graph("a"):
+        plan(extend_batch(), handle=1)
+    plan(extend_batch(), handle=2)
+    forget_graph("a")
+    plan(extend_batch(), handle=1)
+    plan(extend_batch(), handle=3)
+    assert known() == {1, 2, 3}, "it is in use again"
+    with plan_for_graph("b"):
+        plan(extend_batch(), handle=1)
+    ring = weakref.ref(flashinfer_planner.planner(1).ring)
+    forget_graph("b")
+    assert known() == {1, 2, 3}, "somebody's attention may be about to run with it"
+    plan(extend_batch(), handle=4)
+    gc.collect()
+    assert known() == {2, 3, 4} and ring() is None
+    plan(extend_batch(), handle=1)
 
 
 # -- copies of a consumer, which have its planner's number -------------------------------------------------------------
