@@ -1,4 +1,4 @@
-"""The command line ``auto-deploy-ext``: run a speculative decode, explain its mirrors, check them."""
+"""The command line ``auto-deploy-ext``: runs a decode, explains, checks and benches its mirrors, trains a drafter."""
 
 from __future__ import annotations
 
@@ -46,10 +46,12 @@ examples:
   auto-deploy-ext explain --config ./mine.yaml --dot plan.dot
   auto-deploy-ext check --config eagle3_llama_paged          is any mirror read while it is stale?
   auto-deploy-ext bench --quick                              what a draft step costs under each mirror policy
+  auto-deploy-ext train-draft --model DIR --output HEAD --time-budget 500    an Eagle3 head for a target
 
 A config is a name that comes with the package or a YAML file, merged over configs/embedded/default.yaml.
-Exit codes: 0 all well, 1 the tokens differ from greedy decoding (run) or a stale mirror is read (check), 2 something
-about the command or config is wrong.
+Exit codes: 0 all well; 1 the tokens differ from greedy decoding (run), a stale mirror is read (check), or the GPU
+failed and what came before is reported (bench); 2 something about the command or config is wrong, or nothing could be
+measured (bench). explain and train-draft end with 0 or 2.
 """
 
 
@@ -164,7 +166,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; the process's own when left out.
 
     Returns:
-        0 all well, 1 tokens differ from greedy decoding or a stale mirror is read, 2 wrong usage or config.
+        0 all well; 1 tokens differ from greedy decoding, a stale mirror is read, or a GPU failed in the middle of a
+        benchmark; 2 wrong usage or config, or nothing could be measured.
     """
     from .binding import HostError
     from .embedded.config import ConfigError
@@ -211,7 +214,10 @@ def run_command(arguments: argparse.Namespace) -> int:
     prompts = _encode(texts, tokenizer, model, chat=config.prompt_style == "chat")
     shown = [text if isinstance(text, str) else tokenizer.decode(text) for text in texts]
     options = DecodeOptions(
-        arguments.max_new_tokens or config.max_new_tokens, _eos_token_ids(pipeline), config.seed, arguments.repeats
+        arguments.max_new_tokens or config.max_new_tokens,
+        pipeline.factory.end_token_ids(),
+        config.seed,
+        arguments.repeats,
     )
     # What a random model says is no text to be read as it comes, and its prompts run as one batch.
     streams = config.model is not None
@@ -326,12 +332,16 @@ def _check_writable(option: str, path: Path | None) -> None:
     if path is None:
         return
     folder = next((parent for parent in path.absolute().parents if parent.exists()), path)
+    # What is there already is replaced as a whole, unless it is a device or a pipe.
+    places = [place for place in (path, folder) if place.exists()]
+    places = places[:1] if path.exists() and not path.is_file() else places
+    locked = next((place for place in places if not os.access(place, os.W_OK)), None)
     if path.is_dir():
         reason = "it is a directory"
     elif not folder.is_dir():
         reason = f"{folder} is not a directory"
-    elif not os.access(path if path.exists() else folder, os.W_OK):
-        reason = f"{path if path.exists() else folder} may not be written"
+    elif locked is not None:
+        reason = f"{locked} may not be written"
     else:
         return
     raise UsageError(f"{option} {path} cannot be written: {reason}; name another file")
@@ -395,13 +405,6 @@ def _encode(texts: Sequence[str | list[int]], tokenizer: Tokenizer, model: Eagle
         if outside:
             raise UsageError(f"prompt {text!r} has token {outside[0]}, the model knows 0 to {vocab_size - 1}")
     return prompts
-
-
-def _eos_token_ids(pipeline: Pipeline) -> tuple[int, ...]:
-    """What ends a continuation of a checkpoint's model; nothing for random weights."""
-    target_config = getattr(pipeline.factory, "target_config", None)
-    ids = None if pipeline.config.model is None else getattr(target_config, "eos_token_id", None)
-    return () if ids is None else tuple(ids) if isinstance(ids, (list, tuple)) else (ids,)
 
 
 def _is_small(model: EagleWrapper) -> bool:

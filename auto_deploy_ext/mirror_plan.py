@@ -18,6 +18,9 @@ from auto_deploy_ext.liveness import StaleRead
 from auto_deploy_ext.operands import Known, Snapshot
 from auto_deploy_ext.strategies import Analysis, Edits, Insertion, Mirroring, Start, describe_problems
 
+HEADINGS = ("#", "call", "next consumer", "mirrored before", "mirrored after", "replayed", "why")
+"""Of a plan's tables, as text and as HTML; those of a run have them up to `replayed`."""
+
 
 @dataclass(frozen=True)
 class CallSite:
@@ -40,6 +43,7 @@ class CallSite:
         why: a sentence.
         replayed: sorted `_host` names that the host computes at this call, without a copy of them.
         operand: how the host gets to know the call's operand for that; empty when it needs none.
+        copies_operand: whether the operand is copied to the host for that.
     """
 
     variant: str
@@ -55,6 +59,7 @@ class CallSite:
     why: str
     replayed: tuple[str, ...] = ()
     operand: str = ""
+    copies_operand: bool = False
 
 
 @dataclass(frozen=True)
@@ -157,21 +162,18 @@ class MirrorPlan:
 
         for variant in self.variants:
             table = Table(title=f"{variant} ({self.strategy}, {self.mode})", title_justify="left")
-            for heading in ("#", "call", "next consumer", "mirrored before", "mirrored after", "replayed", "why"):
+            for heading in HEADINGS:
                 table.add_column(heading)
             for site in self.call_sites:
                 if site.variant == variant:
-                    before, after = _listed(site.mirrored_before), _listed(site.mirrored_after)
-                    replayed = _listed(site.replayed)
-                    table.add_row(str(site.index), site.call, site.consumer or "-", before, after, replayed, site.why)
+                    table.add_row(*_cells(site))
             yield table
 
     def _repr_html_(self) -> str:
         parts = []
+        headings = "".join(f"<th>{heading}</th>" for heading in HEADINGS)
         for variant in self.variants:
             rows = "".join(_html_row(site) for site in self.call_sites if site.variant == variant)
-            names = ("#", "call", "next consumer", "before", "after", "replayed", "why")
-            headings = "".join(f"<th>{name}</th>" for name in names)
             caption = html.escape(f"{variant} ({self.strategy}, {self.mode})")
             parts.append(f"<table><caption>{caption}</caption><tr>{headings}</tr>{rows}</table>")
         notes = (*self.problems, *self.warnings, *self.reasons)
@@ -187,16 +189,14 @@ def _listed(names: tuple[str, ...]) -> str:
     return "\n".join(names) if names else "none"
 
 
+def _cells(site: CallSite) -> tuple[str, ...]:
+    """A call site's line of a table, under `HEADINGS`."""
+    names = (_listed(site.mirrored_before), _listed(site.mirrored_after), _listed(site.replayed))
+    return str(site.index), site.call, site.consumer or "-", *names, site.why
+
+
 def _html_row(site: CallSite) -> str:
-    cells = (
-        str(site.index),
-        site.call,
-        site.consumer or "-",
-        "<br>".join(site.mirrored_before) or "none",
-        "<br>".join(site.mirrored_after) or "none",
-        "<br>".join(site.replayed) or "none",
-        html.escape(site.why),
-    )
+    cells = (html.escape(cell).replace("\n", "<br>") for cell in _cells(site))
     return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
 
 
@@ -305,6 +305,7 @@ def _mutation_site(
 ) -> CallSite:
     table, node = analysis.program.table, event.node
     assert node is not None
+    replay = edits.replays.get(node)
     override = edits.overrides.get(node, event.given)
     consumers = analysis.liveness.consumers[event.order]
     reads = 0
@@ -322,8 +323,9 @@ def _mutation_site(
         mirrored_before=(),
         mirrored_after=tuple(sorted({*mirroring.purpose(event, override), *edits.sent.get(node, ())})),
         why=_why(event, override, analysis, edits, readers),
-        replayed=tuple(map(mirror_of, edits.replays[node].names)) if node in edits.replays else (),
-        operand=_operand(edits.replays[node].operand) if node in edits.replays else "",
+        replayed=() if replay is None else tuple(map(mirror_of, replay.names)),
+        operand="" if replay is None else _operand(replay.operand),
+        copies_operand=replay is not None and isinstance(replay.operand, Snapshot),
     )
 
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .effects import MUTATIONS
-from .mirror_plan import CallSite, MirrorPlan
+from .mirror_plan import HEADINGS, CallSite, MirrorPlan
 from .mirrors import Transfer
 
 
@@ -39,7 +39,7 @@ class MirrorTotals:
 
 
 #: what the JSON of a run says of a call site.
-CALL_SITE_FIELDS = ("call", "index", "consumer", "mirrored_before", "mirrored_after")
+CALL_SITE_FIELDS = ("call", "index", "consumer", "mirrored_before", "mirrored_after", "replayed", "operand")
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class RunReport:
 
 
 def distinct_call_sites(plan: MirrorPlan) -> tuple[CallSite, ...]:
-    """The call sites of all variants; one that several variants share (same place, same mirrors) is given once."""
+    """The call sites of all variants; one that several variants share (its `CALL_SITE_FIELDS`) is given once."""
     distinct: dict[tuple[Any, ...], CallSite] = {}
     for site in plan.call_sites:
         distinct.setdefault(tuple(getattr(site, field) for field in CALL_SITE_FIELDS), site)
@@ -90,27 +90,35 @@ def distinct_call_sites(plan: MirrorPlan) -> tuple[CallSite, ...]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file; makes its directory."""
+    """Write a file that is there completely or not at all, or straight to a device or pipe; makes its directory."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
+    path = path.resolve()  # what a link leads to is replaced, not the link
+    part = path.with_name(f"{path.name}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def call_site_table(call_sites: Sequence[CallSite]) -> RenderableType:
     """One line per call site that a mirror could be copied at, numbered as ``explain`` numbers them."""
     table = Table(title="Host mirrors copied per call site", title_justify="left", expand=True)
-    if any("copied" in site.operand for site in call_sites):
+    if any(site.copies_operand for site in call_sites):
         table.caption, table.caption_justify = (
             "Of a replayed call the operand may have to be copied; it counts below.",
             "left",
         )
-    table.add_column("#", justify="right")
-    table.add_column("call")
-    table.add_column("next consumer")
-    table.add_column("mirrored before", ratio=2, overflow="fold")
-    table.add_column("mirrored after", ratio=2, overflow="fold")
+    number, call, consumer, before, after, computed, _ = HEADINGS
+    table.add_column(number, justify="right")
+    table.add_column(call)
+    table.add_column(consumer)
     replayed = any(site.replayed for site in call_sites)
-    if replayed:
-        table.add_column("replayed", ratio=2, overflow="fold")
+    for heading in (before, after, computed) if replayed else (before, after):
+        table.add_column(heading, ratio=2, overflow="fold")
     for site in call_sites:
         if not can_mirror(site):
             continue

@@ -8,8 +8,8 @@ without speculation for each draft length and batch size, in turn within every r
     python benchmarks/smollm2.py --device cuda --attn triton --compile torch-cudagraph --batch 1 8 --strategies all \
         --json benchmarks/results/smollm2_gpu.json
 
-Exits with 1 when a token differs in float32. In half precision near-ties fall differently in a batch of another shape,
-so there the share of equal prompts is reported and nothing is demanded.
+Exits with 1 when a token differs in float32 or float64. In half precision near-ties fall differently in a batch of
+another shape, so there the share of equal prompts is reported and nothing is demanded.
 """
 
 from __future__ import annotations
@@ -33,9 +33,11 @@ from transformers import AutoModelForCausalLM
 
 from auto_deploy_ext.bench.cells import Backend
 from auto_deploy_ext.bench.pipelines import BenchPipeline, Limits, ModelSource
+from auto_deploy_ext.command_line import positive
 from auto_deploy_ext.decode_run import DecodeOptions, Decoder
 from auto_deploy_ext.embedded.tokenizer import load_tokenizer
 from auto_deploy_ext.embedded.transform.optimizer import InferenceOptimizer
+from auto_deploy_ext.report import write_text
 
 PROMPTS = Path(__file__).parent / "data" / "smollm2_prompts.json"
 STRATEGIES = ("auto", "replay", "copy", "override")
@@ -52,12 +54,6 @@ def encode(prompts: Sequence[dict[str, str]], model: str) -> list[list[int]]:
         tokenizer.encode_chat(prompt["text"]) if prompt["kind"] == "chat" else tokenizer.encode(prompt["text"])
         for prompt in prompts
     ]
-
-
-def eos_token_ids(source: ModelSource) -> tuple[int, ...]:
-    """What ends a continuation."""
-    ids = _factory_of(source).target_config.eos_token_id
-    return tuple(ids) if isinstance(ids, list) else (ids,)
 
 
 def _factory_of(source: ModelSource) -> Any:
@@ -96,7 +92,7 @@ def build(source: ModelSource, backend: Backend, batch: int, longest: int, strat
 
 def decoder_of(pipeline: BenchPipeline, source: ModelSource, max_new_tokens: int) -> Decoder:
     """What decodes with a pipeline."""
-    return Decoder(pipeline.wrapper, pipeline.cm, DecodeOptions(max_new_tokens, eos_token_ids(source)))
+    return Decoder(pipeline.wrapper, pipeline.cm, DecodeOptions(max_new_tokens, _factory_of(source).end_token_ids()))
 
 
 def in_groups(prompts: Sequence[Sequence[int]], size: int) -> list[Sequence[Sequence[int]]]:
@@ -272,13 +268,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--attn", default="torch", help="attention backend of the speed part")
     parser.add_argument("--equality-attn", nargs="+", metavar="NAME", help="of the equality part; default: --attn")
     parser.add_argument("--compile", default="torch-simple")
-    parser.add_argument("--k", nargs="+", type=int, default=[1, 2, 3, 4, 5])
-    parser.add_argument("--equality-k", type=int, default=4)
-    parser.add_argument("--batch", nargs="+", type=int, default=[1])
+    parser.add_argument("--k", nargs="+", type=positive, default=[1, 2, 3, 4, 5])
+    parser.add_argument("--equality-k", type=positive, default=4)
+    parser.add_argument("--batch", nargs="+", type=positive, default=[1])
     parser.add_argument("--strategies", choices=("auto", "all"), default="auto", help="of the speed part")
-    parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--prompts", type=int, metavar="N", help="only the first N prompts of each kind")
+    parser.add_argument("--max-new-tokens", type=positive, default=64)
+    parser.add_argument("--repeats", type=positive, default=3)
+    parser.add_argument("--prompts", type=positive, metavar="N", help="only the first N prompts of each kind")
     parser.add_argument("--json", type=Path, metavar="FILE", help="written after every record")
     return parser.parse_args()
 
@@ -288,6 +284,12 @@ def chosen_prompts(limit: int | None) -> list[dict[str, str]]:
     prompts = json.loads(PROMPTS.read_text(encoding="utf-8"))
     kinds = sorted({prompt["kind"] for prompt in prompts})
     return [prompt for kind in kinds for prompt in [p for p in prompts if p["kind"] == kind][:limit]]
+
+
+def exit_code(records: Sequence[dict[str, Any]], dtype: torch.dtype) -> int:
+    """1 where a token of the equality part differs, unless the type is half precision."""
+    differs = any(record["equal_prompts"] < record["prompts"] for record in records)
+    return 1 if differs and dtype.itemsize >= torch.float32.itemsize else 0
 
 
 def main() -> int:
@@ -314,8 +316,7 @@ def main() -> int:
 
     def save() -> None:
         if arguments.json:
-            arguments.json.parent.mkdir(parents=True, exist_ok=True)
-            arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            write_text(arguments.json, json.dumps(result, indent=1) + "\n")
 
     with progress_bar() as start:
         if "equality" in arguments.parts:
@@ -353,8 +354,7 @@ def main() -> int:
         console.print(equality_table(result["equality"]))
     if result["speed"]:
         console.print(speed_table(result["speed"]))
-    differs = any(record["equal_prompts"] < record["prompts"] for record in result["equality"])
-    return 1 if differs and arguments.dtype == "float32" else 0
+    return exit_code(result["equality"], source.config.torch_dtype)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from importlib.resources import files
@@ -13,11 +14,11 @@ import yaml
 from torch import nn
 
 from auto_deploy_ext import BaseTransform, TransformInfo, TransformRegistry
-from auto_deploy_ext.cli import EXIT_DIFFERENT, EXIT_OK, EXIT_USAGE, main
+from auto_deploy_ext.cli import EXIT_DIFFERENT, EXIT_OK, EXIT_USAGE, main, make_parser
 from auto_deploy_ext.embedded.tokenizer import ByteTokenizer, load_tokenizer
-from auto_deploy_ext.mirror_plan import MirrorPlan
+from auto_deploy_ext.mirror_plan import CallSite, MirrorPlan
 from auto_deploy_ext.mirrors import Transfer
-from auto_deploy_ext.report import MirrorTotals
+from auto_deploy_ext.report import MirrorTotals, call_site_table, distinct_call_sites, write_text
 
 PAGED_READS = ["cu_num_pages_host", "cu_seqlen_host", "last_page_len_host", "seq_len_with_cache_host"]
 
@@ -83,7 +84,7 @@ def test_run_on_the_default_config_has_no_transfer_at_all(tmp_path, capsys):
     calls = [site["call"] for site in report["call_sites"]]
     assert calls.count("offset_pos_and_cache_") == 2
     assert [set(site) for site in report["call_sites"]] == [
-        {"call", "index", "consumer", "mirrored_before", "mirrored_after"}
+        {"call", "index", "consumer", "mirrored_before", "mirrored_after", "replayed", "operand"}
     ] * len(calls)
     out = capsys.readouterr().out
     assert "Once upon a time" in out
@@ -98,6 +99,8 @@ def test_run_on_the_paged_config_copies_no_mirror_and_waits_for_nothing(tmp_path
     assert full["transfers"] == 3 * scoped["transfers"], "one operand instead of a switch and two offsets"
     assert scoped["waits"] == 0
     assert 0 < scoped["bytes"] < full["bytes"] / 1000
+    assert sorted(mirrored(report, "replayed")) == PAGED_READS
+    assert any(", copied after " in site["operand"] for site in report["call_sites"])
 
 
 @pytest.mark.parametrize("strategy", ["copy", "override"])
@@ -219,6 +222,56 @@ def test_the_package_runs_as_a_module():
     )
     for word in ("run", "explain", "--config", "Exit codes"):
         assert word in done.stdout
+
+
+def test_the_epilog_says_of_every_command_how_it_is_called_and_how_it_ends():
+    parser = make_parser()
+    examples, _, codes = parser.epilog.partition("Exit codes: ")
+    for command in ("run", "explain", "check", "bench", "train-draft"):
+        assert f"auto-deploy-ext {command} " in examples
+        assert command in codes
+
+
+def site(**fields) -> CallSite:
+    empty = dict.fromkeys(("reads", "writes", "mirrored_before", "mirrored_after"), ())
+    place = {"variant": "extend", "call": "offset_pos_and_cache_", "index": 0, "node": "", "source": ""}
+    return CallSite(**{**place, "consumer": "draft", "why": "", **empty, **fields})
+
+
+def test_calls_that_only_replay_differently_are_told_apart():
+    sites = (
+        site(replayed=("seq_len_host",), operand="1 throughout"),
+        site(variant="mixed", replayed=("seq_len_host",), operand="1 throughout"),
+        site(variant="prefill"),
+        site(variant="other", replayed=("seq_len_host",), operand="offset, copied after add_"),
+    )
+    plan = MirrorPlan("auto", "graph", (), tuple(s.variant for s in sites), sites, ())
+    assert [s.variant for s in distinct_call_sites(plan)] == ["extend", "prefill", "other"]
+
+
+def test_only_a_copied_operand_is_mentioned_below_the_table():
+    def caption(**fields) -> str | None:
+        return call_site_table([site(replayed=("seq_len_host",), **fields)]).caption
+
+    assert caption(operand="copied_lens throughout") is None
+    assert "may have to be copied" in caption(operand="offset, brought after add_", copies_operand=True)
+
+
+def test_a_file_that_cannot_be_written_to_its_end_stays_as_it_was(tmp_path):
+    path = tmp_path / "out.json"
+    write_text(path, "before")
+    with pytest.raises(UnicodeEncodeError):
+        write_text(path, "half of it \ud800")
+    assert path.read_text() == "before"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["out.json"]
+
+
+def test_a_link_is_kept_and_a_pipe_is_written_to(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    write_text(tmp_path / "link", "text")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "real").read_text() == "text"
+    write_text(Path(os.devnull), "text")
+    assert not Path(os.devnull).is_file()
 
 
 def test_totals_add_up_transfers():

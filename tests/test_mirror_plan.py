@@ -6,12 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from auto_deploy_ext import MirrorPlan, SharedConfig, TransformRegistry, plan
+from auto_deploy_ext.mirror_plan import HEADINGS
 from tests.orchestrator_programs import build, consumer, make_interface
 
 PAGES = ("cu_num_pages_host", "last_page_len_host", "seq_len_with_cache_host")
@@ -98,6 +100,42 @@ def test_a_plan_reads_as_text_and_html() -> None:
     page = mirror_plan._repr_html_()
     assert page.count("<tr>") == 1 + len(EXPECTED)
     assert "cu_num_pages_host<br>last_page_len_host<br>seq_len_with_cache_host" in page
+
+
+def test_text_and_html_have_the_same_headings() -> None:
+    mirror_plan = plan(*example(), strategy="override")
+    (header,) = [line for line in mirror_plan.to_text().splitlines() if "next consumer" in line]
+    assert tuple(cell.strip() for cell in header.strip("\u2503 ").split("\u2503")) == HEADINGS
+    assert "".join(f"<th>{heading}</th>" for heading in HEADINGS) in mirror_plan._repr_html_()
+
+
+def test_every_cell_of_the_html_is_escaped() -> None:
+    mirror_plan = plan(*example(), strategy="override")
+    names = ("a<b_host", "c&d_host")
+    site = replace(
+        mirror_plan.call_sites[0],
+        call="<call>",
+        consumer="<consumer>",
+        mirrored_before=names,
+        mirrored_after=names,
+        replayed=names,
+        why="<why>",
+    )
+    page = replace(mirror_plan, call_sites=(site,))._repr_html_()
+    cells = ["0", "&lt;call&gt;", "&lt;consumer&gt;", *["a&lt;b_host<br>c&amp;d_host"] * 3, "&lt;why&gt;"]
+    assert "".join(f"<td>{cell}</td>" for cell in cells) in page
+
+
+def test_whether_the_operand_is_copied_travels_with_the_plan() -> None:
+    loop = [("consume", "target"), "switch", "offset", ("consume", "draft")]
+    mirror_plan = plan(build(loop, CONSUMERS), make_interface([*PAGED, "input_pos_host"]), strategy="replay")
+    copied = [(site.call, site.copies_operand) for site in mirror_plan.call_sites]
+    assert copied == [("switch_to_generate_", False), ("offset_pos_and_cache_", True)]
+    assert MirrorPlan.from_json(mirror_plan.to_json()) == mirror_plan
+    old = json.loads(mirror_plan.to_json())
+    for site in old["call_sites"]:
+        del site["copies_operand"]
+    assert not any(site.copies_operand for site in MirrorPlan.from_json(json.dumps(old)).call_sites)
 
 
 def test_a_module_without_an_orchestrator_has_an_empty_plan() -> None:

@@ -20,6 +20,7 @@ from ..custom_ops.torch_attention import ATTENTION_IMPLEMENTATION, register_with
 from .checkpoint import load_weights, stored_config, weight_names
 from .custom.modeling_eagle import EagleWrapper, EagleWrapperConfig
 from .custom.modeling_eagle3 import captured_layers
+from .end_tokens import end_token_ids
 from .families import DRAFTER_FAMILIES, TARGET_FAMILIES, DrafterFamily, TargetFamily
 from .sources import resolve_source
 
@@ -114,6 +115,10 @@ class ModelFactory(ABC):
     def layers_to_capture(self) -> tuple[int, ...]:
         """The target's layers whose output the drafter reads, ascending; empty without speculation."""
 
+    def end_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end a continuation; a model with random weights has none."""
+        return ()
+
 
 class ModelFactoryRegistry:
     """Factories by the name that `model_factory:` gives."""
@@ -201,6 +206,13 @@ class CausalLMFactory(ModelFactory):
         if self._config is None:
             self._config = self._load_target_config()
         return self._config
+
+    def end_token_ids(self) -> tuple[int, ...]:
+        """See `end_tokens`; what `model_kwargs` says goes before the checkpoint's own."""
+        if self.model_directory is None:
+            return ()
+        named = "eos_token_id" in self.model_kwargs
+        return end_token_ids(None if named else self.model_directory, self.target_config)
 
     def _load_target_config(self) -> PreTrainedConfig:
         kwargs = dict(self.model_kwargs)

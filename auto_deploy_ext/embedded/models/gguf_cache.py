@@ -7,11 +7,14 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -58,30 +61,62 @@ def dequantised(path: Path) -> Path:
         if file.read(len(_MAGIC)) != _MAGIC:
             raise GGUFError(f"{path} is not a GGUF file; give one, or a directory with a config.json")
         file.seek(0)
-        digest = hashlib.file_digest(file, "sha256") if sys.version_info >= (3, 11) else _digest(file)
-    name = f"{path.stem}-{digest.hexdigest()[:16]}-transformers{transformers.__version__}-{_FORM}"
+        digest = _digest(file)
+    name = f"{path.stem}-{digest[:16]}-transformers{transformers.__version__}-{_FORM}"
     directory = cache_directory() / "gguf" / name
     if directory.is_dir():
         return directory
-    try:
+    with _writing():
         directory.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{path.stem}-", dir=directory.parent))
-    except OSError as error:
-        raise OSError(f"the cache cannot be written: {error}; set {CACHE_VARIABLE} to another place") from error
     try:
         _convert(path, scratch)
-        scratch.chmod(0o755)
-        _move_into_place(scratch, directory)
+        with _writing():
+            scratch.chmod(0o755)
+            _move_into_place(scratch, directory)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return directory
 
 
-def _digest(file: Any) -> Any:
-    digest = hashlib.sha256()
+def _digest(file: BinaryIO) -> str:
+    digest = hashlib.sha256()  # hashlib.file_digest came with Python 3.11
     while block := file.read(1 << 20):
         digest.update(block)
-    return digest
+    return digest.hexdigest()
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    """Say what may be done where the cache cannot be written; for a full disk, safetensors has an error of its own.
+
+    Raises:
+        OSError: It cannot.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise OSError(f"the cache cannot be written: {error}; set {CACHE_VARIABLE} to another place") from error
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Name the file in whatever its readers, and the model of its config, raise.
+
+    Raises:
+        GGUFError: It cannot be read.
+    """
+    from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
+
+    try:
+        yield
+    except (ValueError, NotImplementedError) as error:
+        if "architecture" not in str(error):
+            raise GGUFError(f"{path} cannot be read: {error}") from error
+        known = ", ".join(sorted(GGUF_SUPPORTED_ARCHITECTURES))
+        raise GGUFError(f"{path}: {error} Transformers reads {known}") from error
+    except (KeyError, IndexError) as error:
+        raise GGUFError(f"{path} is damaged, or lacks a field that every model has: {error}") from error
 
 
 def _move_into_place(scratch: Path, directory: Path) -> None:
@@ -101,25 +136,22 @@ def _convert(path: Path, directory: Path) -> None:
         import gguf  # noqa: F401
     except ImportError as error:
         raise GGUFError(f"{path} needs package gguf: pip install 'auto_deploy_ext[gguf]'") from error
-    from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES, load_gguf_checkpoint
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    try:
+    with _reading(path):
         parsed = load_gguf_checkpoint(str(path))
-    except ValueError as error:
-        if "architecture" not in str(error):
-            raise GGUFError(f"{path} cannot be read: {error}") from error
-        known = ", ".join(sorted(GGUF_SUPPORTED_ARCHITECTURES))
-        raise GGUFError(f"{path}: {error} Transformers reads {known}") from error
-    except (KeyError, IndexError) as error:
-        raise GGUFError(f"{path} is damaged, or lacks a field that every model has: {error}") from error
-    config = AutoConfig.for_model(**parsed["config"])
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
+        config = AutoConfig.for_model(**parsed["config"])
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
+        tokenizer: Any = None
+        if parsed["tokenizer"].get("tokens"):
+            tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     config.architectures = [type(model).__name__]
     config.dtype = torch.float32
-    config.save_pretrained(directory)
     weights = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-    if parsed["tokenizer"].get("tokens"):
-        AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(directory)
+    with _writing():
+        config.save_pretrained(directory)
+        save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+        if tokenizer is not None:
+            tokenizer.save_pretrained(directory)

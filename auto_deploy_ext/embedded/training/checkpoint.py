@@ -10,19 +10,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from ..models.checkpoint import readable
-from ..models.custom.modeling_eagle3 import Eagle3Drafter
+from ...report import write_text
+from ..models.checkpoint import readable, stored_config
+from ..models.custom.modeling_eagle3 import Eagle3Drafter, captured_layers
 from .corpus import DraftVocabulary
 
 CONFIG_FILE, WEIGHTS_FILE, STATE_FILE = "config.json", "model.safetensors", "state.pt"
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file that is there completely or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(path.name + ".partial")
-    scratch.write_text(text, encoding="utf-8")
-    os.replace(scratch, path)
 
 
 @torch.no_grad()
@@ -64,6 +57,20 @@ def export(
     os.replace(scratch, directory / WEIGHTS_FILE)
     write_text(directory / CONFIG_FILE, json.dumps(config, indent=2, sort_keys=True) + "\n")
     return (directory / WEIGHTS_FILE).stat().st_size
+
+
+def check_layers(directory: Path, capture: tuple[int, ...]) -> None:
+    """Compare the layers that a head was trained on, where it names them, with the target's captured ones.
+
+    Raises:
+        ValueError: They are others: its weights fit, but mean something else.
+    """
+    trained = captured_layers(stored_config(directory).get("eagle_config"))
+    if trained and sorted(trained) != sorted(capture):
+        raise ValueError(
+            f"{directory} holds a head that reads layers {trained}, but of the target layers {list(capture)} are "
+            "captured: name the head's in speculative_config.eagle3_layers_to_capture of a --config, or train anew"
+        )
 
 
 @torch.no_grad()

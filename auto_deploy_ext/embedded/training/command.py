@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...report import write_text
 from ..models.checkpoint import stored_config
 from ..tokenizer import TOKENIZER_FILES
 from .arguments import DEFAULT_CONFIG
-from .checkpoint import CONFIG_FILE, WEIGHTS_FILE, export, load_state, load_weights, write_text
+from .checkpoint import CONFIG_FILE, WEIGHTS_FILE, check_layers, export, load_state, load_weights
 from .corpus import DraftVocabulary, FeatureStore, load_text, save_text, sequences_that_fit
 from .curves import RECORD_FILE, PlotError, plot
 from .evaluate import (
@@ -34,7 +35,7 @@ from .evaluate import (
 from .head import TrainedHead, drafter_config, make_drafter
 from .prompts import Excluded, StartMaker, encode
 from .sampling import Sampler
-from .target import States, TrainingTarget
+from .target import States, TrainingTarget, tf32_products
 from .trainer import Trainer, TrainingOptions, describe
 
 if TYPE_CHECKING:
@@ -121,32 +122,50 @@ def run(arguments: argparse.Namespace) -> int:
         raise TrainingError("--output is where --init-from reads: give another directory")
     if arguments.steps is None and arguments.time_budget is None:
         raise TrainingError("say when to end: --time-budget SECONDS or --steps N")
+    prompts = read_prompts(arguments.held_out)
+    device = chosen_device(arguments.device)
     _check(arguments)
     clock = time.monotonic
     reporter = Reporter(clock)
     try:
-        DraftTraining(arguments, reporter, clock).run()
+        DraftTraining(arguments, prompts, device, reporter, clock).run()
     finally:
         reporter.close()
     return 0
+
+
+def chosen_device(name: str | None) -> torch.device:
+    """The device of a name; without one a GPU, where there is any.
+
+    Raises:
+        TrainingError: It is no name of a device, or that of a GPU that is not there.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device: torch.device | None = None
+    with suppress(RuntimeError):
+        device = torch.device(name or ("cuda" if count else "cpu"))
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise TrainingError(f"--device {name}: give cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= count:
+        found = f"GPUs 0 to {count - 1}" if count else "no GPU"
+        remedy = "one of them" if count else "--device cpu"
+        raise TrainingError(f"--device {name}: PyTorch {torch.__version__} finds {found}; give {remedy}")
+    return device
 
 
 def _check(arguments: argparse.Namespace) -> None:
     """Refuse at once what could only fail after text has been sampled.
 
     Raises:
-        TrainingError: arguments that do not go together, a device that is not there, or places that cannot be used.
+        TrainingError: arguments that do not go together, or places that cannot be used.
     """
+    if arguments.sequences < 2:
+        raise TrainingError(f"--sequences {arguments.sequences}: give at least 2, one to train on and one held out")
     if arguments.sequence_length < arguments.draft_steps + 2:
         raise TrainingError(
             f"--sequence-length {arguments.sequence_length} leaves no room for --draft-steps {arguments.draft_steps}: "
             f"give sequences of at least {arguments.draft_steps + 2} tokens"
         )
-    kind = (arguments.device or "cpu").partition(":")[0]
-    if kind not in ("cpu", "cuda"):
-        raise TrainingError(f"--device {arguments.device}: give cpu, cuda or cuda:N")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise TrainingError(f"--device {arguments.device}: PyTorch {torch.__version__} finds no GPU; give --device cpu")
     for option, path in (("--output", arguments.output), ("--work-dir", arguments.work_dir)):
         try:
             if path is not None:
@@ -171,12 +190,14 @@ def load_target(arguments: argparse.Namespace, device: torch.device) -> tuple[Tr
     tokenizer: Any = None
     spec: str | None = arguments.model
     layers: list[int] | None = None
+    model_kwargs: dict[str, Any] = {}
     if spec is None:
         from ..config import load_config
 
-        config = load_config(arguments.config or DEFAULT_CONFIG)
-        factory = ModelFactoryRegistry.get(config.model_factory).from_config(config)
+        loaded = load_config(arguments.config or DEFAULT_CONFIG)
+        factory = ModelFactoryRegistry.get(loaded.model_factory).from_config(loaded)
         spec, layers = factory.model, factory.speculative_config.get(LAYERS_FIELD)
+        model_kwargs = factory.model_kwargs
     speculative = {"decoding_type": "Eagle3", "max_draft_len": arguments.draft_steps, LAYERS_FIELD: layers}
     if spec is not None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -184,8 +205,11 @@ def load_target(arguments: argparse.Namespace, device: torch.device) -> tuple[Tr
         directory = resolve_source(spec).directory
         if any((directory / name).is_file() for name in TOKENIZER_FILES):
             tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-        model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, dtype=dtype)
-        factory = ModelFactoryRegistry.get("AutoModelForCausalLM")(str(directory), speculative_config=speculative)
+        checkpoint: Any = ModelFactoryRegistry.get("AutoModelForCausalLM")(
+            str(directory), model_kwargs=model_kwargs, speculative_config=speculative
+        )
+        factory, config = checkpoint, checkpoint.target_config
+        model = AutoModelForCausalLM.from_pretrained(directory, config=config, local_files_only=True, dtype=dtype)
     else:
         factory.speculative_config = speculative
         built: Any = factory
@@ -198,33 +222,45 @@ class DraftTraining:
 
     Args:
         arguments: See `arguments.add_arguments`.
+        prompts: Held-out ones, as `read_prompts` gives them.
+        device: Where to train.
         reporter: Where progress goes.
         clock: Seconds.
     """
 
-    def __init__(self, arguments: argparse.Namespace, reporter: Reporter, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        arguments: argparse.Namespace,
+        prompts: list[tuple[str, str]],
+        device: torch.device,
+        reporter: Reporter,
+        clock: Callable[[], float],
+    ) -> None:
         self.arguments = arguments
+        self.prompts = prompts
+        self.device = device
         self.reporter = reporter
         self.clock = clock
         self.began = clock()
         self.output: Path = arguments.output
         self.work: Path = arguments.work_dir or self.output / "work"
-        name = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        self.device = torch.device(name)
         self.timings: dict[str, float] = {}
 
     def run(self) -> Acceptance:
         """All stages; gives the acceptance on the held-out prompts."""
+        with tf32_products(self.device):
+            return self._stages()
+
+    def _stages(self) -> Acceptance:
         arguments, say = self.arguments, self.reporter.say
-        if self.device.type == "cuda":
-            torch.backends.cuda.matmul.allow_tf32 = True
         self.target, self.tokenizer = load_target(arguments, self.device)
         sizes = f"{self.target.config.model_type}, {sum(p.numel() for p in self.target.model.parameters()):,} weights"
         say(f"target: {sizes}, layers {list(self.target.capture)} captured, on {self.device}")
         if self.tokenizer is None:
             say("the target has no tokenizer: texts start with random tokens, and prompts are their bytes")
         self._note("load")
-        self.prompts = read_prompts(arguments.held_out)
+        if arguments.init_from is not None:
+            check_layers(arguments.init_from, self.target.capture)
         text, counted, states = self._text()
         trained, held_out = self._split(text)
         self.held_out, self.held_out_counted = text[held_out], counted[held_out]
@@ -314,6 +350,11 @@ class DraftTraining:
         excluded = Excluded(prompts)(text, self.device)
         order = (~excluded).nonzero()[:, 0].tolist()
         self.reporter.say(f"left out {int(excluded.sum()):,} sequences that hold most of a held-out prompt")
+        if len(order) < 2:
+            raise TrainingError(
+                f"{len(order)} of {len(text)} sequences are left, too few to train on and to hold one out: delete "
+                f"{self.work / TEXT_FILE} and sample more"
+            )
         random.Random(f"{self.arguments.seed}:held out").shuffle(order)
         held_out = min(self.arguments.held_out_sequences, max(1, len(order) // 8))
         return sorted(order[held_out:]), sorted(order[:held_out])

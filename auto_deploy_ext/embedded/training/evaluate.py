@@ -16,6 +16,9 @@ from .prompts import PLAIN, Start, chat_prompt, encode
 from .sampling import Rows, write
 from .target import TrainingTarget
 
+KINDS = ("chat", "plain")
+"""Of prompts."""
+
 OWN_PROMPTS = (
     ("chat", "Name five things that fit into a small backpack for a hike."),
     ("chat", "Why does bread rise in the oven?"),
@@ -80,14 +83,31 @@ def read_prompts(path: Path | None) -> list[tuple[str, str]]:
     """(kind, text) from a JSON list of `{"kind": "chat" | "plain", "text": ...}`, or the package's own.
 
     Raises:
-        ValueError: The file has another form.
+        OSError: The file cannot be read.
+        ValueError: It has another form, or lists nothing.
     """
     if path is None:
         return list(OWN_PROMPTS)
+    form = '{"kind": "chat" or "plain", "text": "..."}'
     try:
-        return [(item["kind"], item["text"]) for item in json.loads(path.read_text(encoding="utf-8"))]
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f'{path} is not a JSON list of {{"kind": "chat" or "plain", "text": ...}}: {error}') from error
+        items = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not a JSON list of {form}: {error}") from error
+    if not isinstance(items, list) or not items:
+        raise ValueError(f"{path} should be a JSON list of at least one {form}")
+    return [_prompt(item, f"{path}, entry {number}: ", form) for number, item in enumerate(items, start=1)]
+
+
+def _prompt(item: Any, where: str, form: str) -> tuple[str, str]:
+    """One entry of a file of prompts, checked."""
+    if not isinstance(item, dict) or not {"kind", "text"} <= item.keys():
+        raise ValueError(f"{where}should be {form}, it is {json.dumps(item)[:80]}")
+    kind, text = item["kind"], item["text"]
+    if kind not in KINDS:
+        raise ValueError(f'{where}kind should be "chat" or "plain", it is {json.dumps(kind)[:80]}')
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError(f"{where}text should be a string that is not empty, it is {json.dumps(text)[:80]}")
+    return kind, text
 
 
 def prompt_tokens(tokenizer: Any, prompts: Sequence[tuple[str, str]], vocab_size: int) -> list[tuple[str, list[int]]]:

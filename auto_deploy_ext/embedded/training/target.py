@@ -121,6 +121,21 @@ def _appending_to(cache: KeyValueCache) -> Iterator[None]:
         _ACTIVE_CACHES.pop()
 
 
+@contextmanager
+def tf32_products(device: torch.device) -> Iterator[None]:
+    """Let products of float32 on a GPU round their factors to TF32 inside; the process's setting comes back."""
+    if device.type != "cuda":
+        yield
+        return
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_tf32
+    matmul.allow_tf32 = True
+    try:
+        yield
+    finally:
+        matmul.allow_tf32 = before
+
+
 def stable_attention_kernels(device: torch.device) -> Any:
     """A context that keeps cuDNN's attention out: it plans anew for every length of the cache, which costs seconds."""
     if device.type != "cuda":

@@ -65,6 +65,23 @@ def test_a_seed_means_the_same_weights_and_another_seed_others() -> None:
     assert torch.equal(state, torch.get_rng_state())
 
 
+def test_end_tokens_are_those_that_transformers_generates_to(tmp_path: Path) -> None:
+    assert factory().end_token_ids() == ()
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, eos_token_id=7))
+    model.generation_config.eos_token_id = [2, 5]
+    model.save_pretrained(tmp_path)
+    assert LlamaForCausalLM.from_pretrained(tmp_path).generation_config.eos_token_id == [2, 5]
+    assert factory(model=str(tmp_path), model_kwargs={}).end_token_ids() == (2, 5)
+    assert factory(model=str(tmp_path), model_kwargs={"eos_token_id": 9}).end_token_ids() == (9,)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 3}')
+    assert factory(model=str(tmp_path), model_kwargs={}).end_token_ids() == (3,)
+    (tmp_path / "generation_config.json").write_text("{}")
+    assert factory(model=str(tmp_path), model_kwargs={}).end_token_ids() == ()
+    (tmp_path / "generation_config.json").unlink()
+    assert factory(model=str(tmp_path), model_kwargs={}).end_token_ids() == (7,)
+    assert factory(model=str(tmp_path), model_kwargs={"eos_token_id": None}).end_token_ids() == ()
+
+
 def test_dtype_reaches_target_and_drafter() -> None:
     model = factory(speculative_config=EAGLE3, dtype=torch.bfloat16).build_model()
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}

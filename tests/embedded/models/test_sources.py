@@ -158,6 +158,34 @@ def test_errors_say_what_is_wrong_with_the_file(folder, tmp_path, monkeypatch):
         resolve_source(str(new))
 
 
+def test_weights_of_a_type_that_cannot_be_dequantised_name_the_file(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    path = tmp_path / "exotic.gguf"
+    write_gguf(path)
+    (kind,) = {t.tensor_type for t in gguf.GGUFReader(path).tensors if t.n_elements > 64}
+    assert kind == gguf.GGMLQuantizationType.Q8_0
+    name = b"blk.0.attn_q.weight" + (2).to_bytes(4, "little") + (64).to_bytes(8, "little") * 2
+    old, new = (name + t.to_bytes(4, "little") for t in (kind, gguf.GGMLQuantizationType.Q8_1))
+    content = path.read_bytes()
+    assert content.count(old) == 1
+    path.write_bytes(content.replace(old, new))
+    with pytest.raises(SourceError, match=r"model: .*exotic\.gguf cannot be read: Dequantization for Q8_1"):
+        resolve_source(str(path))
+
+
+def test_a_disk_that_fills_up_names_the_cache_variable(folder, tmp_path, monkeypatch):
+    resource = pytest.importorskip("resource", reason="limits the size of files")
+    monkeypatch.setenv(gguf_cache.CACHE_VARIABLE, str(tmp_path / "small"))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        with pytest.raises(OSError, match=f"the cache cannot be written: .*; set {gguf_cache.CACHE_VARIABLE} to"):
+            resolve_source(str(folder / "tiny.gguf"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list((tmp_path / "small" / "gguf").iterdir()) == []
+
+
 def test_without_a_tokenizer_prompts_are_token_ids(tmp_path):
     write_gguf(tmp_path / "mute.gguf", tokenizer=False)
     tokenizer = load_tokenizer(str(tmp_path / "mute.gguf"))

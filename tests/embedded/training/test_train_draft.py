@@ -346,7 +346,7 @@ def test_a_configs_target_may_be_a_gguf_file_and_its_layers_are_trained_on(
     add_arguments(parser)
     found, tokenizer = load_target(parser.parse_args(["--config", str(path)]), torch.device("cpu"))
     assert found.capture == (1,)
-    assert found.vocab_size == 260
+    assert found.vocab_size == 261
     assert tokenizer.decode(tokenizer("hello").input_ids) == "hello"
 
 
