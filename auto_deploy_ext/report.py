@@ -119,9 +119,12 @@ def call_site_table(call_sites: Sequence[CallSite]) -> RenderableType:
     replayed = any(site.replayed for site in call_sites)
     for heading in (before, after, computed) if replayed else (before, after):
         table.add_column(heading, ratio=2, overflow="fold")
+    shown = set()  # calls of several variants may differ in their operand alone, which the table does not show
     for site in call_sites:
-        if not can_mirror(site):
+        row = (site.index, site.call, site.consumer, site.mirrored_before, site.mirrored_after, site.replayed)
+        if row in shown or not can_mirror(site):
             continue
+        shown.add(row)
         table.add_row(
             str(site.index),
             site.call,

@@ -246,7 +246,9 @@ def test_calls_that_only_replay_differently_are_told_apart():
         site(variant="other", replayed=("seq_len_host",), operand="offset, copied after add_"),
     )
     plan = MirrorPlan("auto", "graph", (), tuple(s.variant for s in sites), sites, ())
-    assert [s.variant for s in distinct_call_sites(plan)] == ["extend", "prefill", "other"]
+    distinct = distinct_call_sites(plan)
+    assert [s.variant for s in distinct] == ["extend", "prefill", "other"]
+    assert call_site_table(distinct).row_count == 2, "the table shows no operand, so the last is its first row again"
 
 
 def test_only_a_copied_operand_is_mentioned_below_the_table():
