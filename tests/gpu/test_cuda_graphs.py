@@ -24,12 +24,13 @@ from auto_deploy_ext.embedded.pipeline import Pipeline, build_pipeline
 from auto_deploy_ext.embedded.tokenizer import ByteTokenizer
 from auto_deploy_ext.orchestrator import original_forward
 from auto_deploy_ext.orchestrator.dispatch import dispatcher_of
+from tests.extend_batches import K, nest, step
+from tests.no_waits import synchronising_is_an_error
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 BACKENDS = ("torch", "triton", "flashinfer")
 _CYCLES = 200_000_000  # about a tenth of a second
-K = 3
 
 
 @functools.cache
@@ -58,34 +59,6 @@ def tokens(result: Any) -> list[list[int]]:
     return [list(output.tokens) for output in result.outputs]
 
 
-def nest(cm: Any, rows: int = 2, past: int = 9) -> None:
-    """An extend-only batch with a history; pages are row after row."""
-    pages = -(-(past + 2 * K) // cm.info.tokens_per_block)
-    used = -(-(past + 1 + K) // cm.info.tokens_per_block)
-    cm.info.nest_sequences(
-        [(7 * i) % 200 for i in range(rows * (1 + K))],
-        cu_seqlen=[i * (1 + K) for i in range(rows + 1)],
-        input_pos=[past] * rows,
-        batch_info=[0, 0, rows, rows * (1 + K), 0, 0],
-        slot_idx=list(range(rows)),
-        cache_loc_per_pool=[[row * (pages + 1) + i for row in range(rows) for i in range(used)]],
-        cu_num_pages_per_pool=[[row * used for row in range(rows + 1)]],
-        extra_page_per_seq_per_pool=[[row * (pages + 1) + used for row in range(rows)]],
-        _gather_idx=[],
-        _mask_scatter_indices=[],
-        _gather_slot_idx=[],
-    )
-
-
-def step(pipeline: Any, rows: int = 2, past: int = 9, fresh: bool = False) -> Any:
-    if fresh:
-        for cache in pipeline.cm.kv_cache_manager.resources.values():
-            cache.zero_()
-    nest(pipeline.cm, rows, past)
-    with torch.no_grad():
-        return pipeline.model(pipeline.cm)
-
-
 def host_state(cm: Any) -> tuple[Any, ...]:
     buffer = cm.info._input_buffer
     lengths = {name: buffer.get_current_length(name) for name in buffer.tensor_names}
@@ -99,15 +72,6 @@ def device_state(cm: Any, rows: int = 2) -> dict[str, list[Any]]:
     state = {name: buffer.get_view(name, truncate=True).tolist() for name in buffer.tensor_names}
     state["cache_loc"] = state["cache_loc"][: state["cu_num_pages"][rows]]
     return state
-
-
-@contextmanager
-def synchronising_is_an_error() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 # ---------------------------------------------------------------- the same results

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -23,6 +22,7 @@ from auto_deploy_ext.fused_mutations import COPY_NAME, OFFSET_NAME, SWITCH_NAME,
 from auto_deploy_ext.fusion import fuse_graphs, fused_runs
 from auto_deploy_ext.scoping import ScopeOptions, scope_graphs, scope_module
 from tests.metadata_runs import TOKENS_PER_BLOCK, Batch, Row, batches, fused, in_use, one_by_one
+from tests.no_waits import synchronising_is_an_error
 from tests.strategy_programs import Batch as ProgramBatch
 from tests.strategy_programs import Reader, make_interface, run, write
 
@@ -40,15 +40,6 @@ RUNS = {
     "copies": (TOKENS, GATHER),
     "offset first": (Part(OFFSET_NAME), TOKENS, Part(SWITCH_NAME), GATHER),
 }
-
-
-@contextmanager
-def synchronising_is_an_error() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def operands_of(parts: tuple[Part, ...], batch: Batch, values: list[int], integer: torch.dtype) -> list[torch.Tensor]:

@@ -21,6 +21,7 @@ from auto_deploy_ext.embedded.requests import Request
 from auto_deploy_ext.embedded.tokenizer import ByteTokenizer
 from auto_deploy_ext.late_offset import TRIGGER as LATE
 from tests.embedded.test_overlap import CacheWatcher
+from tests.no_waits import synchronising_is_an_error
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -63,15 +64,6 @@ def run(pipeline: Pipeline, **options: Any) -> Any:
     prompts = prompts_of(pipeline)
     limits = [(9, 24, 1, 17, 30, 2)[i % 6] for i in range(len(prompts))]
     return generate(pipeline.model, pipeline.cm, prompts, limits, **options)
-
-
-@contextmanager
-def synchronising_is_an_error() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @contextmanager

@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -20,10 +18,11 @@ from auto_deploy_ext.embedded.in_flight import Landing, ResultCopies
 from auto_deploy_ext.embedded.pipeline import Pipeline, build_pipeline
 from auto_deploy_ext.embedded.tokenizer import ByteTokenizer
 from auto_deploy_ext.orchestrator.dispatch import dispatcher_of
+from tests.extend_batches import K, nest, step
+from tests.no_waits import synchronising_is_an_error
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-K = 3
 _CYCLES = 200_000_000  # about a tenth of a second
 CASES = [("triton", "float32"), ("triton", "bfloat16"), ("flashinfer", "bfloat16")]
 
@@ -60,34 +59,6 @@ def tokens(pipeline: Any, length: int = 32, **options: Any) -> list[list[int]]:
     return [list(output.tokens) for output in generate(pipeline.model, pipeline.cm, prompts, length, **options).outputs]
 
 
-def nest(cm: Any, rows: int = 2, past: int = 9) -> None:
-    """An extend-only batch with a history; pages are row after row."""
-    pages = -(-(past + 2 * K) // cm.info.tokens_per_block)
-    used = -(-(past + 1 + K) // cm.info.tokens_per_block)
-    cm.info.nest_sequences(
-        [(7 * i) % 200 for i in range(rows * (1 + K))],
-        cu_seqlen=[i * (1 + K) for i in range(rows + 1)],
-        input_pos=[past] * rows,
-        batch_info=[0, 0, rows, rows * (1 + K), 0, 0],
-        slot_idx=list(range(rows)),
-        cache_loc_per_pool=[[row * (pages + 1) + i for row in range(rows) for i in range(used)]],
-        cu_num_pages_per_pool=[[row * used for row in range(rows + 1)]],
-        extra_page_per_seq_per_pool=[[row * (pages + 1) + used for row in range(rows)]],
-        _gather_idx=[],
-        _mask_scatter_indices=[],
-        _gather_slot_idx=[],
-    )
-
-
-def step(pipeline: Any, past: int = 9, fresh: bool = False) -> Any:
-    if fresh:
-        for cache in pipeline.cm.kv_cache_manager.resources.values():
-            cache.zero_()
-    nest(pipeline.cm, past=past)
-    with torch.no_grad():
-        return pipeline.model(pipeline.cm)
-
-
 def state(cm: Any, rows: int = 2) -> tuple[Any, ...]:
     """Counts, lengths, ages of mirrors, what is in use on the device, and the mirrors that are as new."""
     torch.cuda.synchronize()
@@ -100,15 +71,6 @@ def state(cm: Any, rows: int = 2) -> tuple[Any, ...]:
     fresh = {name: buffer.get_host_memory(name)[: len(used[name])].tolist() for name in names if ages[name] == 0}
     fresh["cache_loc"] = fresh.get("cache_loc", [])[: used["cu_num_pages"][rows]]
     return cm.info.batch_info.serialize().tolist(), lengths, ages, used, fresh
-
-
-@contextmanager
-def synchronising_is_an_error() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize(("backend", "dtype"), CASES)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -16,6 +14,7 @@ from auto_deploy_ext.copy_memory import StagingRing
 from auto_deploy_ext.effects import mirror_of
 from auto_deploy_ext.orchestrator import ops
 from auto_deploy_ext.scoping import ScopeOptions, scope_graphs
+from tests.no_waits import synchronising_is_an_error
 from tests.strategy_programs import (
     OFFSET,
     SWITCH,
@@ -42,15 +41,6 @@ LOOP = [
 @pytest.fixture(scope="module")
 def cm() -> Any:
     return make_interface(device="cuda")
-
-
-@contextmanager
-def synchronising_is_an_error() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def busy() -> torch.cuda.Event:

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 
 from auto_deploy_ext.copy_memory import LandingPool
 from auto_deploy_ext.embedded.custom_ops.attention_interface import HostCopyTicket, SequenceInfo
 from auto_deploy_ext.mirrors import record_mirrors
+from tests.no_waits import synchronising_is_an_error
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 _CYCLES = 200_000_000  # about a tenth of a second
-
-
-@contextmanager
-def synchronising_is_an_error() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.fixture
