@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from . import report
 from .bench import command as bench
-from .command_line import one_thread, positive
+from .command_line import one_thread, positive, why_not_writable
 from .embedded.training.arguments import add_arguments as add_training_arguments
 
 if TYPE_CHECKING:
@@ -331,20 +330,9 @@ def _check_writable(option: str, path: Path | None) -> None:
     """Raise before anything is computed for a file that could not be written in the end."""
     if path is None:
         return
-    folder = next((parent for parent in path.absolute().parents if parent.exists()), path)
-    # What is there already is replaced as a whole, unless it is a device or a pipe.
-    places = [place for place in (path, folder) if place.exists()]
-    places = places[:1] if path.exists() and not path.is_file() else places
-    locked = next((place for place in places if not os.access(place, os.W_OK)), None)
-    if path.is_dir():
-        reason = "it is a directory"
-    elif not folder.is_dir():
-        reason = f"{folder} is not a directory"
-    elif locked is not None:
-        reason = f"{locked} may not be written"
-    else:
-        return
-    raise UsageError(f"{option} {path} cannot be written: {reason}; name another file")
+    reason = why_not_writable(path)
+    if reason is not None:
+        raise UsageError(f"{option} {path} cannot be written: {reason}; name another file")
 
 
 def _scope_options(pipeline: Pipeline) -> ScopeOptions:

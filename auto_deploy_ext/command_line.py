@@ -1,11 +1,14 @@
-"""What the commands share: types of arguments, and how many threads they compute with; imports nothing heavy."""
+"""What the commands share: types and checks of arguments, and how many threads they use; imports nothing heavy."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 
 def positive(text: str) -> int:
@@ -21,6 +24,39 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
     return value
+
+
+def finite(text: str) -> float | None:
+    """The finite number that a text is; None: it is none, and the argument's type says what it has to be."""
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def why_not_writable(path: Path, is_folder: bool = False) -> str | None:
+    """Why a file, or files in a folder, could not be written in the end; None: they can. Nothing is made."""
+    folder = next((parent for parent in path.absolute().parents if parent.exists()), path)
+    if is_folder and path.exists():
+        folder = path
+    # What is there already is replaced as a whole, unless it is a device or a pipe.
+    places = [place for place in (path, folder) if place.exists()]
+    places = places[:1] if path.exists() and not path.is_file() else places
+    locked = next((place for place in places if not os.access(place, os.W_OK)), None)
+    if path.is_dir() and not is_folder:
+        return "it is a directory"
+    if not folder.is_dir():
+        return f"{folder} is not a directory"
+    if locked is not None:
+        return f"{locked} may not be written"
+    if is_folder or not path.exists() or path.is_file():
+        try:
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            return f"{folder} takes no files ({error.strerror or error})"
+    return None
 
 
 @contextmanager

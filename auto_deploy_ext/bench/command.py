@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from ..command_line import one_thread, positive
+from ..command_line import finite, one_thread, positive, why_not_writable
 from .cells import POLICIES, BenchError
 
 if TYPE_CHECKING:
@@ -150,26 +148,17 @@ def add_parser(commands: Any) -> None:
 
 
 def _positive_number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value) or value <= 0:
+    value = finite(text)
+    if value is None or value <= 0:
         raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
     return value
 
 
 def _check_writable(option: str, path: Path, is_folder: bool = False) -> None:
-    """Raise BenchError where an option's file, or files in its folder, cannot be written; makes folders."""
-    folder = path if is_folder else path.parent
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-        if not is_folder and path.exists():
-            path.open("ab").close()
-    except OSError as error:
-        raise BenchError(f"{option} {path} cannot be written: {error.strerror or error}") from error
+    """Raise BenchError where an option's file, or files in its folder, could not be written in the end."""
+    reason = why_not_writable(path, is_folder)
+    if reason is not None:
+        raise BenchError(f"{option} {path} cannot be written: {reason}; name another place")
 
 
 def _check_backends(attention: Iterable[str], compiled: Iterable[str]) -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import math
 from pathlib import Path
 
-from ...command_line import positive
+from ...command_line import finite, positive
 
 DEFAULT_CONFIG = "eagle3_llama"
 LEARNING_RATE = 1.5e-3
@@ -62,11 +61,8 @@ def _seed(text: str) -> int:
 
 
 def _number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
+    value = finite(text)
+    if value is None:
         raise argparse.ArgumentTypeError(f"must be a number, got {text!r}")
     return value
 
