@@ -29,6 +29,7 @@ from auto_deploy_ext.fused_launch import (
     PartArguments,
     code,
 )
+from auto_deploy_ext.replay import PreparedReplay
 
 SWITCH_NAME, COPY_NAME, OFFSET_NAME = "switch_to_generate_", "copy_", "offset_pos_and_cache_"
 #: the mutations that a run may have; what each does on the device is `metadata_arithmetic`.
@@ -126,11 +127,11 @@ class _Run:
         self._steps = [Part(*part) for part in parts]
         self._possible = reason_against(info) is None and len(parts) <= MAX_PARTS
         self._activity: tuple[Any, ...] = ()
-        #: as the interface is now: which pools' page tables are in use; whether the parts may share a kernel; whether
-        #: the host does no more for them than taking note.
+        #: as the interface is now: which pools' page tables are in use; whether the parts may share a kernel; each
+        #: part's replay, if none of them copies anything to the host.
         self._page_mask = 0
         self._sound = False
-        self._quiet = False
+        self._replays: list[PreparedReplay | None] | None = None
 
     def renamed(self, parts: tuple[tuple[Any, ...], ...]) -> _Run:
         """The same run for an equal tuple."""
@@ -151,13 +152,7 @@ class _Run:
         if not self._on_device(info, buffer, rows, generating, given):
             _one_by_one(info, self._steps, given)
             return
-        quiet = self._quiet and not sanitizer.is_watched(buffer)
-        for part, (operand, ticket) in zip(self._steps, given, strict=True):
-            if quiet:
-                _note(info, part, operand, rows, generating)
-            else:
-                _host_side(info, part, operand, ticket, rows, generating)
-            generating |= part.name == SWITCH_NAME
+        self._on_host(info, rows, generating, given)
 
     def _matched(self, operands: Sequence[Any]) -> list[tuple[Any, Any]]:
         """Each part's operand and ticket."""
@@ -188,7 +183,8 @@ class _Run:
             self._activity = activity
             self._page_mask = sum(info._pages_active(s) << pool for pool, s in enumerate(info._pool_suffixes))
             self._sound = self._keeps_order(info)
-            self._quiet = not any(part.replays or _moved(info, part) for part in self._steps)
+            copies = any(_moved(info, part) for part in self._steps)
+            self._replays = None if copies else [_prepared(info, part) for part in self._steps]
         return self._sound
 
     def _keeps_order(self, info: Any) -> bool:
@@ -271,6 +267,22 @@ class _Run:
             memory.launch((*codes, *[0] * (MAX_PARTS - len(codes))), rows, self._page_mask, arguments)
         return True
 
+    # -- the host's side ---------------------------------------------------------------------------------------------
+
+    def _on_host(self, info: Any, rows: int, generating: bool, given: Sequence[tuple[Any, Any]]) -> None:
+        """What the host does when the device's side of all parts is done."""
+        if self._replays is None or sanitizer.is_watched(info._input_buffer):
+            for part, (operand, ticket) in zip(self._steps, given, strict=True):
+                _host_side(info, part, operand, ticket, rows, generating)
+                generating |= part.name == SWITCH_NAME
+            return
+        for part, prepared, (operand, ticket) in zip(self._steps, self._replays, given, strict=True):
+            written = _note(info, part, operand, rows, generating)
+            if prepared is not None and written:
+                known: Any = ticket if part.host_operand == TICKET else part.host_operand
+                prepared(info, rows, operand, known)
+            generating |= part.name == SWITCH_NAME
+
 
 def _switched_lengths(rows: int) -> dict[str, int]:
     return {name: rows + (name == "cu_seqlen") for name in SHARED}
@@ -291,6 +303,12 @@ def _moved(info: Any, part: Part) -> Sequence[str]:
     if part.active_args is None:
         return info._input_buffer.tensor_names if live else ()
     return [name for name in live if name + HOST_SUFFIX in part.active_args]
+
+
+def _prepared(info: Any, part: Part) -> PreparedReplay | None:
+    """A part's replay, of what it does write."""
+    written = tuple(sorted(set(part.replays).intersection(_written(info, part))))
+    return PreparedReplay(info, part.name, written) if written else None
 
 
 # -- the host's side --------------------------------------------------------------------------------------------------
@@ -374,13 +392,8 @@ def host_side(info: Any, parts: tuple[tuple[Any, ...], ...], operands: Sequence[
     run = _run_of(info, parts)
     counts = info.batch_info.serialize()[:6].tolist()
     rows, generating = counts[0] + counts[2] + counts[4], counts[0] == 0 == counts[2]
-    quiet = run._may_fuse(info) and run._quiet
-    for part, (operand, ticket) in zip(run._steps, run._matched(operands), strict=True):
-        if quiet:
-            _note(info, part, operand, rows, generating)
-        else:
-            _host_side(info, part, operand, ticket, rows, generating)
-        generating |= part.name == SWITCH_NAME
+    run._may_fuse(info)
+    run._on_host(info, rows, generating, run._matched(operands))
 
 
 def copies_to_host(info: Any, parts: tuple[tuple[Any, ...], ...]) -> bool:

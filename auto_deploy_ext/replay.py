@@ -21,6 +21,8 @@ from auto_deploy_ext.mirrors import Transfer
 
 _PAGE_TABLE = ("cache_loc", "cu_num_pages", "last_page_len")
 _SIDES = ("", "_host")
+#: offsets of which every dtype of an operand holds the number itself.
+_SMALL = 127
 
 
 class _Lane:
@@ -154,12 +156,16 @@ def replay(info: Any, mutation: str, before: dict[str, int], operand: Callable[[
             their arithmetic reads were fresh then.
         operand: gives the mutation's operand, `[n]` int32 on the host; it may wait.
     """
-    mirrors = host_mirrors.mirrors_of(info)
-    known = mirrors.device_version
+    known = host_mirrors.mirrors_of(info).device_version
     written = tuple(name for name, version in before.items() if known.get(name, 0) != version)
-    if not written:
-        return
-    moved = _moved(written, (*info._active_args, *getattr(info, "_active_host_prep_args", ())))
+    if written:
+        _repeat(info, mutation, written, operand)
+
+
+def _repeat(info: Any, mutation: str, written: tuple[str, ...], operand: Callable[[], torch.Tensor]) -> None:
+    """Do what `replay` does for buffers that a mutation has written."""
+    mirrors = host_mirrors.mirrors_of(info)
+    moved = _moved(written, _active(info))
     with sanitizer.unpoisoned(info._input_buffer):
         if moved:
             # All new values first: they follow from the old ones.
@@ -172,6 +178,89 @@ def replay(info: Any, mutation: str, before: dict[str, int], operand: Callable[[
                     start = starts.get(name, 0)
                     mirrors.host_array(name)[start : start + value.size] = value
         mirrors.mark_fresh(written)
+
+
+def _active(info: Any) -> tuple[str, ...]:
+    return (*info._active_args, *getattr(info, "_active_host_prep_args", ()))
+
+
+class PreparedReplay:
+    """A mutation's replay on the embedded host, prepared for buffers that it writes, as long as activity stays.
+
+    What most drafts need is done in place, by a few sums. Everything else goes the way of `replay`.
+
+    Args:
+        info: the embedded host's SequenceInfo.
+        mutation: a key of `ARITHMETIC`.
+        written: buffers that each call writes, whose mirrors are wanted.
+    """
+
+    def __init__(self, info: Any, mutation: str, written: tuple[str, ...]) -> None:
+        self._mutation = mutation
+        self._written = written
+        moved = _moved(written, _active(info))
+        bases = {name: _split_pool(name) for name in moved}
+        #: what has a short way: a switch that counts rows, and ends that are moved where page numbers do not matter.
+        self._counts = mutation == "switch_to_generate_" and {"cu_seqlen", "seq_len"}.issuperset(moved)
+        self._sums = tuple(name for name in moved if bases[name][0] in ("input_pos", "seq_len_with_cache"))
+        self._pools = sorted({pool for base, pool in bases.values() if base in ("last_page_len", "cu_num_pages")})
+        tables = [base + pool for base in ("last_page_len", "cu_num_pages") for pool in self._pools]
+        self._moves = mutation == "offset_pos_and_cache_" and {*self._sums, *tables}.issuperset(moved)
+        self._moved = frozenset(moved)
+
+    def __call__(self, info: Any, rows: int, operand: torch.Tensor | None, known: int | OperandTicket | None) -> None:
+        """Replay the mutation right after it has run.
+
+        Args:
+            info: that of the constructor.
+            rows: sequences of the batch.
+            operand: the mutation's operand on the device.
+            known: what all its elements are, or the ticket that brings them; None: it has none.
+        """
+        if self._counts:
+            self._count(info, rows)
+        elif self._moves and known is not None and (not isinstance(known, int) or 0 <= known <= _SMALL):
+            self._move(info, rows, known if isinstance(known, int) else known.wait().numpy())
+        else:
+            _repeat(info, self._mutation, self._written, lambda: _on_host(info, operand, known))
+            return
+        info._input_buffer.mark_mirrors(self._written)
+
+    def _count(self, info: Any, rows: int) -> None:
+        """See `_switched`."""
+        for name in self._moved:
+            if name == "cu_seqlen":
+                info._input_buffer.get_host_array(name)[: rows + 1] = _counted(rows + 1)
+            else:
+                info._input_buffer.get_host_array(name)[:rows] = 1
+
+    def _move(self, info: Any, rows: int, offset: int | np.ndarray) -> None:
+        """See `_offset`; a number is not negative."""
+        array_of, size = info._input_buffer.get_host_array, info.tokens_per_block
+        for pool in self._pools:
+            old = array_of("last_page_len" + pool)[:rows]
+            ends = old + offset
+            if ends.max() > size or (not isinstance(offset, int) and ends.min() < 1):
+                change = (ends > size).astype(np.int32) - (ends < 1)
+                ends -= change * size
+                if "cu_num_pages" + pool in self._moved:
+                    array_of("cu_num_pages" + pool)[1 : rows + 1] += np.cumsum(change, dtype=np.int32)
+            if "last_page_len" + pool in self._moved:
+                old[:] = ends
+        for name in self._sums:
+            entries = array_of(name)[:rows]
+            entries += offset
+
+
+@functools.lru_cache(maxsize=256)
+def _counted(count: int) -> np.ndarray:
+    """`[count]` int32, not to be written: 0, 1, 2, ..."""
+    return np.arange(count, dtype=np.int32)
+
+
+def _on_host(info: Any, operand: torch.Tensor | None, known: int | OperandTicket | None) -> torch.Tensor:
+    assert known is not None
+    return known_operand(info, (operand,), known) if isinstance(known, int) else known.wait()
 
 
 @functools.lru_cache(maxsize=1024)

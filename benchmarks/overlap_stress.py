@@ -78,7 +78,6 @@ CASES: dict[str, tuple[str, dict[str, Any], bool]] = {
 MEMCHECK_CASES = ("torch_paged", "triton")
 #: the FlashInfer kernels are compiled for heads of 64 and more.
 FLASHINFER_SHAPE = {"model_kwargs.head_dim": 64, "dtype": "bfloat16"}
-MAX_NEW_TOKENS = 40
 RATES = (0.0, 0.15, 0.4, 1.0)
 
 
@@ -154,11 +153,11 @@ def build(case: str, device: str, draft_len: int, batch_size: int) -> Pipeline:
     return build_pipeline(load_config(name, overrides=overrides))
 
 
-def make_prompts(pipeline: Pipeline, count: int, longest: int, rng: random.Random) -> list[Prompt]:
+def make_prompts(pipeline: Pipeline, count: int, longest: int, tokens: int, rng: random.Random) -> list[Prompt]:
     """Random prompts and what the target alone, without overlap, makes of them."""
     vocab = pipeline.config.model_kwargs["vocab_size"]
     prompts = [tuple(rng.randrange(vocab) for _ in range(rng.randint(1, longest))) for _ in range(count)]
-    result = generate(cast(EagleWrapper, pipeline.model), pipeline.cm, prompts, MAX_NEW_TOKENS, speculative=False)
+    result = generate(cast(EagleWrapper, pipeline.model), pipeline.cm, prompts, tokens, speculative=False)
     return [Prompt(output.prompt, output.tokens) for output in result.outputs]
 
 
@@ -172,7 +171,7 @@ def arrivals(rng: random.Random) -> Iterator[int]:
 
 def random_request(prompt: Prompt, rng: random.Random) -> tuple[Request, tuple[int, ...]]:
     """A request and what it must give: some of the continuation, ended by its length or by an end token."""
-    limit = rng.choice([1, 2, 3, rng.randint(4, MAX_NEW_TOKENS)])
+    limit = rng.choice([1, 2, 3, rng.randint(4, len(prompt.continuation))])
     ends = frozenset(rng.sample(prompt.continuation, 1)) if rng.random() < 0.5 else frozenset()
     expected = prompt.continuation[:limit]
     stop = next((i for i, token in enumerate(expected) if token in ends), limit)
@@ -206,7 +205,9 @@ def run_case(case: str, options: argparse.Namespace) -> Report:
     rng = random.Random(options.seed)
     report = Report(case)
     pipeline = build(case, options.device, options.draft_len, options.batch_size)
-    prompts = make_prompts(pipeline, options.prompts, 40, rng)
+    print(f"{case}: built; decoding the prompts without overlap", file=sys.stderr, flush=True)
+    prompts = make_prompts(pipeline, options.prompts, 40, options.tokens, rng)
+    print(f"{case}: {options.steps} steps with overlap", file=sys.stderr, flush=True)
     engine = CountingEngine(cast(EagleWrapper, pipeline.model), pipeline.cm, overlap=True)
     expected: list[tuple[int, ...]] = []
     coming = arrivals(rng)
@@ -268,6 +269,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--draft-len", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=5)
     parser.add_argument("--prompts", type=int, help="different prompts (default 40)")
+    parser.add_argument("--tokens", type=int, help="longest output, at least 4 (default 40)")
     parser.add_argument("--tie", type=float, help="two logits closer than this are equal (default 1e-4, bfloat16 0.1)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-sanitizer", action="store_true", help="let the host run ahead as it would in production")
@@ -275,8 +277,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write the reports to a file")
     options = parser.parse_args(arguments)
     options.no_sanitizer |= options.memcheck
-    options.steps = options.steps or (30 if options.memcheck else 2000)
-    options.prompts = options.prompts or (4 if options.memcheck else 40)
+    options.steps = options.steps or (12 if options.memcheck else 2000)
+    options.prompts = options.prompts or (3 if options.memcheck else 40)
+    options.tokens = options.tokens or (8 if options.memcheck else 40)
+    if options.tokens < 4:
+        parser.error(f"--tokens: outputs of {options.tokens} are too short to end in different places; take 4 or more")
     wanted = options.cases or (MEMCHECK_CASES if options.memcheck else tuple(CASES))
     options.cases = [case for case in wanted if available(case, options.device)]
     return options

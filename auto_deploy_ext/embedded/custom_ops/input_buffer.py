@@ -393,6 +393,13 @@ class InputBuffer:
         self._field(name)
         self.mirror_version[name] = max(self.mirror_version[name], version)
 
+    def mark_mirrors(self, names: Iterable[str]) -> None:
+        """Record that the mirrors of some known tensors hold what the device holds now."""
+        device, mirror = self.device_version, self.mirror_version
+        for name in names:
+            if mirror[name] < device[name]:
+                mirror[name] = device[name]
+
     def stale_names(self) -> list[str]:
         """Return the sorted names of the tensors whose mirror is older than the device side."""
         return sorted(name for name in self._fields if self.mirror_version[name] < self.device_version[name])
