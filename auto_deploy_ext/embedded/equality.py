@@ -197,6 +197,48 @@ def _kinds(cm: CachedSequenceInterface) -> tuple[str, ...]:
     return ("decode", "prefill") if recurrent else ("decode", "prefill", "extend")
 
 
+@dataclass(frozen=True)
+class Reference:
+    """Continuations to be met, and how close the two best tokens of their positions are.
+
+    Attributes:
+        tokens: per prompt, token ids.
+        gaps: per prompt, for each position, how far apart the two best logits lie.
+        noise: the measured rounding noise, see `rounding_noise`.
+    """
+
+    tokens: tuple[tuple[int, ...], ...]
+    gaps: tuple[tuple[float, ...], ...]
+    noise: float
+
+    @classmethod
+    def measure(
+        cls, model: Any, cm: CachedSequenceInterface, prompts: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]
+    ) -> Reference:
+        """Measure the rounding noise on the reference itself.
+
+        The noise is the largest over all positions between decoding token by token, one prefill of everything, and
+        verification in rows of drafts.
+
+        Args:
+            model: exported wrapper that made the tokens, compiled or not.
+            cm: its interface; nothing else may use it meanwhile.
+            prompts: token ids.
+            tokens: their continuations, usually greedy ones.
+        """
+        gaps, noise = [], 0.0
+        for prompt, continuation in zip(prompts, tokens, strict=True):
+            ways = [teacher_forced_logits(model, cm, prompt, continuation, kind) for kind in _kinds(cm)]
+            gaps.append(tuple(gaps_of(ways[0])))
+            noise = max(noise, rounding_noise(ways))
+        return cls(tuple(map(tuple, tokens)), tuple(gaps), noise)
+
+    def report(self, tokens: Sequence[Sequence[int]]) -> EqualityReport:
+        """Judge other continuations of the same prompts."""
+        triples = zip(tokens, self.tokens, self.gaps, strict=True)
+        return EqualityReport(self.noise, tuple(compare(own, met, apart, self.noise) for own, met, apart in triples))
+
+
 def equality_report(
     model: Any,
     cm: CachedSequenceInterface,
@@ -204,10 +246,7 @@ def equality_report(
     tokens: Sequence[Sequence[int]],
     reference: Sequence[Sequence[int]],
 ) -> EqualityReport:
-    """Compare two decodes by the rounding noise of the model that made the reference, measured on the reference.
-
-    The noise is the largest over all positions between decoding token by token, one prefill of everything, and
-    verification in rows of drafts (`rounding_noise`).
+    """Compare two decodes by the rounding noise of the model that made the reference; see `Reference.measure`.
 
     Args:
         model: exported wrapper, compiled or not.
@@ -221,13 +260,7 @@ def equality_report(
         >>> report = equality_report(model, cm, prompts, *([o.tokens for o in r.outputs] for r in (spec, greedy)))
         >>> assert report.equal, report.describe()
     """
-    gaps, noise = [], 0.0
-    for prompt, continuation in zip(prompts, reference, strict=True):
-        ways = [teacher_forced_logits(model, cm, prompt, continuation, kind) for kind in _kinds(cm)]
-        gaps.append(gaps_of(ways[0]))
-        noise = max(noise, rounding_noise(ways))
-    triples = zip(tokens, reference, gaps, strict=True)
-    return EqualityReport(noise, tuple(compare(own, other, apart, noise) for own, other, apart in triples))
+    return Reference.measure(model, cm, prompts, reference).report(tokens)
 
 
 def speculative_equality(
