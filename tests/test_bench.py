@@ -6,6 +6,7 @@ import copy
 import gzip
 import json
 import math
+import statistics
 from collections import Counter
 from itertools import count, pairwise
 
@@ -21,7 +22,7 @@ from auto_deploy_ext.bench.pipelines import Limits, ModelSource
 from auto_deploy_ext.bench.plot import draw, write_plot
 from auto_deploy_ext.bench.policies import make_forwards
 from auto_deploy_ext.bench.results import CELL_FIELDS, MergeError, load_result, merge_results, targets
-from auto_deploy_ext.bench.session import Effort, Measured, Session
+from auto_deploy_ext.bench.session import Effort, Measured, Session, _ratios, _standard_error
 from auto_deploy_ext.cli import EXIT_OK, EXIT_USAGE, main
 from auto_deploy_ext.embedded.config import load_config
 from auto_deploy_ext.embedded.models.random_weights import RandomCausalLMFactory
@@ -263,6 +264,28 @@ def test_what_the_time_does_not_suffice_for_is_left_out_and_reported(source):
     assert all(f"batch={batch}" in left_out for batch in {1, 2, 4} - measured)
 
 
+def test_a_group_is_repeated_until_its_ratios_are_known_well_enough(source):
+    variants = [Variant("none", True), Variant("auto", True)]
+    found = {}
+    for precision in (math.inf, 0.0):
+        session = Session(source, Effort(60.0, repetitions=7, block_seconds=0.0, precision=precision))
+        session.measure_cells([Group(BACKEND, 1, CONTEXT)], variants)
+        found[precision] = {len(cell.blocks) for cell in session.findings.cells}
+    assert found == {math.inf: {5}, 0.0: {7}}
+
+
+def test_a_host_that_becomes_slower_favours_no_policy():
+    """Three repetitions, each twice as slow as the one before; in each, auto takes a tenth longer than the limit."""
+    limit, auto = Variant("none", True), Variant("auto", True)
+    host = (1000.0, 2000.0, 4000.0)
+    # The order rotates, so one of auto's blocks may fall into the next repetition's pace.
+    blocks = {limit: [Block(us, us) for us in host], auto: [Block(1.1 * us, us) for us in (*host[:2], 8000.0)]}
+    ratios = _ratios(auto, blocks)
+    assert statistics.median(ratios) == pytest.approx(1.1)
+    assert _ratios(limit, blocks) == (1.0, 1.0, 1.0)
+    assert _standard_error(ratios) > _standard_error([1.1, 1.1, 1.1]) == 0
+
+
 def test_a_pipeline_that_cannot_be_built_does_not_stop_the_others(source, caplog):
     session = Session(source, Effort(seconds=60.0, repetitions=3, block_seconds=0.0))
     groups = [Group(Backend("flashinfre", "torch-simple", K), 1, CONTEXT), Group(BACKEND, 1, CONTEXT)]
@@ -286,9 +309,9 @@ def measured(
     noise: float = 0.0,
 ) -> Measured:
     group = Group(Backend("flashinfer", "torch-cudagraph", 6), batch, 1024)
-    ratio = step_us / limit_us
     blocks = tuple(Block(step_us * factor, step_us * factor) for factor in (1 - noise, 1, 1 + noise))
-    return Measured(group, Variant(policy, fused), blocks, 4, ratio, ratio, Traffic(1, 32, 0.5), RunAhead(ahead, ()))
+    ratios = tuple(block.step_us / limit_us for block in blocks)
+    return Measured(group, Variant(policy, fused), blocks, 4, ratios, Traffic(1, 32, 0.5), RunAhead(ahead, ()))
 
 
 def result_of(*cells: Measured, launches: tuple = (), **about) -> dict:
@@ -361,7 +384,7 @@ def error_bars(result: dict) -> dict[str, list[tuple[float, float]]]:
     return ends
 
 
-def test_a_bar_of_a_plot_shows_how_far_its_quartiles_are_apart():
+def test_a_bar_of_a_plot_shows_the_quartiles_of_its_ratio():
     cells = [
         measured("none", True, 1000, 1000),
         measured("auto", True, 1100, 1000, noise=0.1),
@@ -373,7 +396,7 @@ def test_a_bar_of_a_plot_shows_how_far_its_quartiles_are_apart():
     ]
     result = result_of(*cells)
     # Of three values, the quartiles are the outer ones.
-    expected = {"auto": [(0.99, 1.21), (1.6, 2.4)], "scoped": []}
+    expected = {"auto": [(0.99, 1.21), (1.6, 2.4)], "scoped": [(1.2, 1.2)]}
     found = error_bars(result)
     assert found.keys() == expected.keys()
     assert all(found[policy] == [pytest.approx(ends) for ends in expected[policy]] for policy in expected)
@@ -404,7 +427,9 @@ def test_the_command_measures_and_its_files_merge(tmp_path, capsys):
     limit, auto = result["cells"]
     assert (limit["policy"], limit["ratio_to_limit"], limit["transfers"]) == ("none", 1.0, 0)
     assert (auto["policy"], auto["transfers"], auto["bytes"], auto["host_waits"]) == ("auto", 1, 8, 0)
-    assert auto["ratio_to_limit"] == pytest.approx(auto["step_us"] / limit["step_us"], rel=1e-3)
+    steps = [detail["repetition_step_us"] for detail in result["details"]]
+    expected = statistics.median(own / least for least, own in zip(*steps, strict=True))
+    assert auto["ratio_to_limit"] == pytest.approx(expected, rel=1e-3)
     assert auto["run_ahead"] is None
     assert result["versions"]["torch"] == torch.__version__
     assert result["device"]["is_gpu"] is False
@@ -489,6 +514,8 @@ WHOLE = result_of(measured("none", True, 1000, 1000), measured("auto", True, 110
         (json.dumps(without(WHOLE, "device", "is_gpu")), "device.is_gpu is missing"),
         (json.dumps(without(WHOLE, "cells", 1, "step_us")), "cells[1].step_us is missing"),
         (json.dumps({**WHOLE, "launches": None}), "launches is None"),
+        (json.dumps(without(WHOLE, "details", 0, "ratio_quartiles")), "details[0].ratio_quartiles is missing"),
+        (json.dumps({**WHOLE, "details": [{**WHOLE["details"][0], "repetition_step_us": [1, "2"]}]}), "[1, '2']"),
         (json.dumps({**WHOLE, "cells": ["auto"]}), "cells[0] is 'auto'"),
         (
             json.dumps({**WHOLE, "left_out": [{"what": "all", "why": ["no", "time"]}]}),

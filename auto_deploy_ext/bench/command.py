@@ -29,7 +29,7 @@ DESCRIPTION = """\
 Measures whole Eagle steps (verify, accept, draft K tokens) under each mirror policy, all in one process. Each
 repetition runs a short block of steps of every policy, in an order that rotates, and medians count; so a policy cannot
 win because the clock was higher in its minute. Each cell is compared with `none`, which brings no mirror up to date:
-what it computes is useless, and nothing can be faster.
+what it computes is useless, and nothing can be faster. A ratio is the median of the repetitions' own ratios.
 
 A step is `nest_sequences` of a prepared extend-only batch and the wrapper's forward; no token is read back. Batches
 take turns: each moves every row on by half of its drafts, over pages in random order, and keys and values are noise.
@@ -139,7 +139,16 @@ def add_parser(commands: Any) -> None:
     effort.add_argument(
         "--budget-seconds", type=_positive_number, metavar="S", help="for everything (default: 480; quick: 150)"
     )
-    effort.add_argument("--repetitions", type=positive, metavar="N", help="of every cell (default: 11; quick: 3)")
+    effort.add_argument(
+        "--repetitions", type=positive, metavar="N", help="of every cell at most (default: 41; quick: 3)"
+    )
+    effort.add_argument(
+        "--precision",
+        type=_positive_number,
+        default=0.002,
+        metavar="E",
+        help="a group whose ratios have all this standard error is not repeated further (default: %(default)s)",
+    )
     effort.add_argument(
         "--block-ms", type=_positive_number, metavar="MS", help="length of a timed block (default: 40; quick: 15)"
     )
@@ -261,7 +270,7 @@ def _measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], bool]:
         if arguments.json:
             write_json(arguments.json, make_result(findings, about))
 
-    effort = Effort(plan.seconds, plan.repetitions, plan.block_ms / 1e3)
+    effort = Effort(plan.seconds, plan.repetitions, plan.block_ms / 1e3, plan.precision)
     with one_thread(device.type == "cpu"), _progress() as progress:  # on a CPU the models are small
         session = Session(source, effort, save, progress)
         session.findings.left_out += [LeftOut(what, why) for what, why in plan.left_out]
@@ -294,7 +303,8 @@ class Plan:
         context: cached tokens of a row in the matrix.
         traces: the folder of traces; None: none are written.
         seconds: for everything.
-        repetitions: of each cell.
+        repetitions: of each cell at most.
+        precision: of ratios, see `Effort`.
         block_ms: what a timed block should take.
         left_out: what is left out from the start, and why.
     """
@@ -311,6 +321,7 @@ class Plan:
     traces: Path | None
     seconds: float
     repetitions: int
+    precision: float
     block_ms: float
     left_out: list[tuple[str, str]]
 
@@ -338,7 +349,7 @@ class Plan:
         ks = arguments.k or ([3, 6] if gpu and not quick else [6 if gpu else drafts])
         batches = arguments.batch or (([8] if quick else [8, 1, 64]) if gpu else [1, config.max_batch_size])
         context = arguments.context or (1024 if gpu else config.max_seq_len // 2)
-        repetitions = arguments.repetitions or (3 if quick else 11)
+        repetitions = arguments.repetitions or (3 if quick else 41)
         if repetitions < FEWEST_REPETITIONS:
             raise BenchError(f"--repetitions: a median needs at least {FEWEST_REPETITIONS}, got {repetitions}")
         fusions = {"both": [True, False], "on": [True], "off": [False]}[arguments.fusion]
@@ -371,6 +382,7 @@ class Plan:
             traces=arguments.traces,
             seconds=arguments.budget_seconds or (150.0 if quick else 480.0),
             repetitions=repetitions,
+            precision=arguments.precision,
             block_ms=arguments.block_ms or (15.0 if quick else 40.0),
             left_out=left_out,
         )
@@ -398,7 +410,9 @@ class Plan:
             "clock": "events on the device's stream around a block of steps; host_us: until the last is issued",
             "context": self.context,
             "batches_in_turn": RING,
+            "ratio": "the median over repetitions of a cell's step over the limit's in the same repetition",
             "repetitions": self.repetitions,
+            "precision": self.precision,
             "block_ms": self.block_ms,
             "budget_seconds": self.seconds,
             "dtype": config.dtype,

@@ -64,10 +64,10 @@ def draw(result: Mapping[str, Any]) -> Any:
     rows = len(compiled) + bool(result["scale"])
     figure = Figure(figsize=(14, 4.2 * max(rows, 1) + 0.6), layout="constrained")
     grid = figure.add_gridspec(max(rows, 1), 2)
-    spreads = _spreads(result)
+    quartiles = _quartiles(result)
     for row, backend in enumerate(compiled):
         own = [cell for cell in result["cells"] if cell["compile_backend"] == backend]
-        _ratio_bars(figure.add_subplot(grid[row, :]), own, spreads, backend)
+        _ratio_bars(figure.add_subplot(grid[row, :]), own, quartiles, backend)
     if result["scale"]:
         _lines(figure.add_subplot(grid[rows - 1, 0]), result["scale"], over="batch", per="context")
         _lines(figure.add_subplot(grid[rows - 1, 1]), result["scale"], over="context", per="batch")
@@ -77,18 +77,15 @@ def draw(result: Mapping[str, Any]) -> Any:
     return figure
 
 
-def _spreads(result: Mapping[str, Any]) -> dict[tuple[Any, ...], float]:
-    """By cell, the distance of its quartiles over its median; of results without details none."""
-    return {tuple(entry[name] for name in CELL_KEY): entry["spread"] for entry in result.get("details", ())}
+def _quartiles(result: Mapping[str, Any]) -> dict[tuple[Any, ...], tuple[float, float]]:
+    """By cell, the quartiles of its ratio; of results without details none."""
+    return {tuple(entry[name] for name in CELL_KEY): entry["ratio_quartiles"] for entry in result.get("details", ())}
 
 
 def _ratio_bars(
-    axes: Any, cells: Sequence[Mapping[str, Any]], spreads: Mapping[tuple[Any, ...], float], title: str
+    axes: Any, cells: Sequence[Mapping[str, Any]], quartiles: Mapping[tuple[Any, ...], tuple[float, float]], title: str
 ) -> None:
-    """Step time over the limit's; the fused cells, where there are any.
-
-    An error bar is as long as the distance of the quartiles, half of it to each side.
-    """
+    """Step time over the limit's; the fused cells, where there are any. An error bar goes from quartile to quartile."""
     fused = any(cell["fused"] for cell in cells)
     cells = [cell for cell in cells if cell["fused"] == fused]
     groups = list(dict.fromkeys(tuple(cell[name] for name in GROUP_KEY) for cell in cells))
@@ -99,16 +96,17 @@ def _ratio_bars(
     for index, policy in enumerate(policies):
         ratios = {tuple(c[name] for name in GROUP_KEY): c["ratio_to_limit"] for c in cells if c["policy"] == policy}
         shift = (index - (len(policies) - 1) / 2) * width
-        bars = [
-            (place + shift, ratios[group], ratios[group] * spreads.get((*group, policy, fused), 0.0) / 2)
-            for place, group in enumerate(groups)
-            if group in ratios
-        ]
-        places, heights, halves = zip(*bars, strict=True)
-        lowest = min(lowest, *(height - half for _, height, half in bars))
-        highest = max(highest, *(height + half for _, height, half in bars))
-        errors = [half or float("nan") for half in halves]  # what is not known is not drawn
-        axes.bar(places, heights, width, label=policy, color=_COLOURS[policy], yerr=errors, error_kw=_ERROR_BARS)
+        bars = [(place + shift, ratios[group], group) for place, group in enumerate(groups) if group in ratios]
+        places, heights, members = zip(*bars, strict=True)
+        nothing = (float("nan"), float("nan"))  # what is not known is not drawn
+        ends = [quartiles.get((*group, policy, fused), nothing) for group in members]
+        below = [height - first for height, (first, _) in zip(heights, ends, strict=True)]
+        above = [third - height for height, (_, third) in zip(heights, ends, strict=True)]
+        lowest = min(lowest, *heights, *(first for first, _ in ends if first == first))
+        highest = max(highest, *heights, *(third for _, third in ends if third == third))
+        axes.bar(
+            places, heights, width, label=policy, color=_COLOURS[policy], yerr=(below, above), error_kw=_ERROR_BARS
+        )
     axes.axhline(1.0, color=_COLOURS[LIMIT], linewidth=1)
     labels = [
         f"{attention}\nK={k}, batch {batch}\n{limits.get((attention, compiled, k, batch), 0):.0f} us"

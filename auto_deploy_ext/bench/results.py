@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import statistics
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -41,12 +42,13 @@ GROUP_KEY = CELL_FIELDS[:4]
 #: what entries of the JSON's lists have; `targets` is made anew of them.
 _ENTRY_FIELDS = {
     "cells": CELL_FIELDS,
-    "details": (*CELL_KEY, "spread"),
+    "details": (*CELL_KEY, "spread", "ratio_quartiles", "repetition_step_us"),
     "scale": (*CELL_FIELDS, "context"),
     "launches": (*CELL_KEY, *(field.name for field in fields(Launches))),
     "left_out": tuple(field.name for field in fields(LeftOut)),
 }
 _NAMES = frozenset({"attn_backend", "compile_backend", "policy", "what", "why"})
+_LISTS = frozenset({"ratio_quartiles", "repetition_step_us"})
 #: fields that are null where there was nothing to measure.
 _MAY_BE_NULL = frozenset({"run_ahead", "per_draft_step", "copies_per_draft_step"})
 
@@ -146,8 +148,8 @@ def _details(measured: Measured) -> dict[str, Any]:
 def _extra(measured: Measured) -> dict[str, Any]:
     return {
         "host_us": round(measured.host_us, 2),
-        "paired_ratio": round(measured.paired_ratio, 4),
         "spread": round(measured.spread, 4),
+        "ratio_quartiles": [round(quartile, 4) for quartile in measured.ratio_quartiles],
         "repetitions": len(measured.blocks),
         "steps_per_repetition": measured.steps,
         "repetition_step_us": [round(block.step_us, 1) for block in measured.blocks],
@@ -206,6 +208,8 @@ def _flaws(result: Mapping[str, Any]) -> Iterator[str]:
 def _may_be(name: str, value: Any) -> bool:
     if value is None:
         return name in _MAY_BE_NULL
+    if name in _LISTS:
+        return isinstance(value, list) and all(isinstance(number, (int, float)) for number in value)
     return isinstance(value, str if name in _NAMES else (int, float))
 
 
@@ -289,12 +293,12 @@ def targets(result: Mapping[str, Any]) -> list[Target]:
         _worst("run-ahead with CUDA graphs", graphs, lambda cell: cell["run_ahead"], least=0.95),
     ]
     planned = [c for c in graphs if (c["attn_backend"], c["k"], c["batch"]) == ("flashinfer", 6, 8)]
-    ratios = {id(c): _ratio(cells, c, policy="scoped") for c in planned}
+    ratios = {id(c): _ratio(result["details"], c, policy="scoped") for c in planned}
     found.append(
         _worst("scoped / auto where the draft reads mirrors", planned, lambda cell: ratios[id(cell)], least=1.10)
     )
     ones = [cell for cell in simple if cell["batch"] == 1]
-    unfused = {id(c): _ratio(cells, c, fused=False) for c in ones}
+    unfused = {id(c): _ratio(result["details"], c, fused=False) for c in ones}
     found.append(
         _worst("unfused / fused with torch-simple at batch 1", ones, lambda cell: unfused[id(cell)], least=1.0)
     )
@@ -302,10 +306,15 @@ def targets(result: Mapping[str, Any]) -> list[Target]:
     return [target for target in found if target is not None]
 
 
-def _ratio(cells: Mapping[tuple[Any, ...], Any], cell: Mapping[str, Any], **other: Any) -> float | None:
-    """The step of a cell that differs from `cell` in some fields, over the step of `cell`."""
-    beside = cells.get(tuple({**cell, **other}[name] for name in CELL_KEY))
-    return None if beside is None else beside["step_us"] / cell["step_us"]
+def _ratio(details: Sequence[Mapping[str, Any]], cell: Mapping[str, Any], **other: Any) -> float | None:
+    """The median over repetitions of the step of a cell that differs in some fields from `cell`, over that of `cell`.
+
+    None where one of them was not measured.
+    """
+    steps = {tuple(entry[name] for name in CELL_KEY): entry["repetition_step_us"] for entry in details}
+    beside, own = (steps.get(tuple(c[name] for name in CELL_KEY), ()) for c in ({**cell, **other}, cell))
+    ratios = [other_step / step for other_step, step in zip(beside, own, strict=False)]
+    return statistics.median(ratios) if ratios else None
 
 
 def _worst(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from .policies import make_forwards
 logger = logging.getLogger("auto_deploy_ext")
 
 FEWEST_REPETITIONS = 3
+SETTLED_REPETITIONS = 5
 _LONGEST_BLOCK_STEPS = 64
 _TRACED_STEPS = 4
 
@@ -35,13 +37,16 @@ class Effort:
 
     Attributes:
         seconds: for everything; no pipeline or group is begun after that, and repetitions end early before.
-        repetitions: of each cell, where time allows.
+        repetitions: of each cell at most, where time allows.
         block_seconds: what a timed block should take.
+        precision: a group whose ratios have all this standard error, or less, after `SETTLED_REPETITIONS` or more, is
+            not repeated any further: where the host is disturbed, it takes more repetitions than elsewhere.
     """
 
     seconds: float
     repetitions: int
     block_seconds: float
+    precision: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -53,8 +58,8 @@ class Measured:
         variant: policy and fusion.
         blocks: one per repetition.
         steps: steps of a block.
-        ratio: its median step over that of the limit with the same fusion.
-        paired_ratio: the median over repetitions of its step over the limit's in the same repetition.
+        ratios: in each repetition, its step over that of the limit with the same fusion: what disturbs the host for
+            longer than a repetition cannot favour one of them.
         traffic: what a step brings to the host.
         run_ahead: see `Steps.run_ahead`.
     """
@@ -63,8 +68,7 @@ class Measured:
     variant: Variant
     blocks: tuple[Block, ...]
     steps: int
-    ratio: float
-    paired_ratio: float
+    ratios: tuple[float, ...]
     traffic: Traffic
     run_ahead: RunAhead | None
 
@@ -80,9 +84,20 @@ class Measured:
 
     @property
     def spread(self) -> float:
-        """The distance of the quartiles over the median."""
+        """The distance of the step's quartiles over its median."""
         quartiles = statistics.quantiles([block.step_us for block in self.blocks], n=4)
         return (quartiles[2] - quartiles[0]) / self.step_us
+
+    @property
+    def ratio(self) -> float:
+        """The median ratio."""
+        return statistics.median(self.ratios)
+
+    @property
+    def ratio_quartiles(self) -> tuple[float, float]:
+        """The first and the third quartile of the ratios."""
+        first, _, third = statistics.quantiles(self.ratios, n=4)
+        return first, third
 
 
 @dataclass(frozen=True)
@@ -266,9 +281,15 @@ class Session:
             for repetition in range(self.effort.repetitions):
                 if repetition >= FEWEST_REPETITIONS and self.clock() - begin > share:
                     break
+                if repetition >= SETTLED_REPETITIONS and self._is_settled(blocks):
+                    break
                 for variant in rotated(variants, repetition):
                     blocks[variant].append(steps.time_block(variant, length))
         return [_measured(group, v, blocks, length, traffic[v], ahead[v]) for v in variants]
+
+    def _is_settled(self, blocks: Mapping[Variant, Sequence[Block]]) -> bool:
+        """Whether all ratios are known well enough."""
+        return all(_standard_error(_ratios(variant, blocks)) <= self.effort.precision for variant in blocks)
 
     # ---------------------------------------------------------------- pipelines
 
@@ -331,18 +352,19 @@ def _measured(
     traffic: Traffic,
     ahead: RunAhead | None,
 ) -> Measured:
-    own = [block.step_us for block in blocks[variant]]
-    limit = [block.step_us for block in blocks.get(Variant(LIMIT, variant.fused), blocks[variant])]
-    return Measured(
-        group,
-        variant,
-        tuple(blocks[variant]),
-        length,
-        statistics.median(own) / statistics.median(limit),
-        statistics.median(a / b for a, b in zip(own, limit, strict=True)),
-        traffic,
-        ahead,
-    )
+    return Measured(group, variant, tuple(blocks[variant]), length, _ratios(variant, blocks), traffic, ahead)
+
+
+def _ratios(variant: Variant, blocks: Mapping[Variant, Sequence[Block]]) -> tuple[float, ...]:
+    """In each repetition, a variant's step over the limit's; over its own where the limit was not measured."""
+    limit = blocks.get(Variant(LIMIT, variant.fused), blocks[variant])
+    return tuple(own.step_us / least.step_us for own, least in zip(blocks[variant], limit, strict=True))
+
+
+def _standard_error(values: Sequence[float]) -> float:
+    """Of the median of values that are about normally distributed, outliers apart."""
+    quartiles = statistics.quantiles(values, n=4)
+    return 1.2533 * (quartiles[2] - quartiles[0]) / 1.349 / math.sqrt(len(values))
 
 
 def _block_length(seconds: float, step: float) -> int:
