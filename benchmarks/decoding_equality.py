@@ -164,15 +164,20 @@ def main(arguments: list[str] | None = None) -> int:
         for way in ways(options):
             progress.update(task, description=" ".join(way))
             entries += judge(way, references, options)
+            write(options, entries)
             progress.advance(task)
             gc.collect()
     Console(width=120).print(table(entries))
+    return 0 if entries and all(entry["equal"] for entry in entries) else 1
+
+
+def write(options: argparse.Namespace, entries: Sequence[dict[str, Any]]) -> None:
+    """Write what has been found so far, if a file is asked for."""
     if options.json is not None:
         versions = {"torch": torch.__version__, "device": options.device}
         if options.device == "cuda":
             versions["gpu"] = torch.cuda.get_device_name()
         options.json.write_text(json.dumps({**versions, "ways": entries}, indent=1) + "\n")
-    return 0 if entries and all(entry["equal"] for entry in entries) else 1
 
 
 if __name__ == "__main__":

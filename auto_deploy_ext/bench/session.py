@@ -28,6 +28,7 @@ logger = logging.getLogger("auto_deploy_ext")
 FEWEST_REPETITIONS = 3
 SETTLED_REPETITIONS = 5
 _LONGEST_BLOCK_STEPS = 64
+_RUN_AHEAD_PASSES = 3
 _TRACED_STEPS = 4
 
 
@@ -266,7 +267,8 @@ class Session:
         variants = list(forwards)
         first = {variant: steps.warm_up(variant) for variant in variants}
         traffic = {variant: steps.traffic(variant) for variant in variants}
-        ahead = {variant: steps.run_ahead(variant) for variant in variants}
+        passes = [{variant: steps.run_ahead(variant) for variant in variants} for _ in range(_RUN_AHEAD_PASSES)]
+        ahead = {variant: _median_pass([one[variant] for one in passes]) for variant in variants}
         step = statistics.median(first.values())
         length = _block_length(self.effort.block_seconds, step)
         shortest = FEWEST_REPETITIONS * (2 + RING) * sum(first.values())
@@ -359,6 +361,12 @@ def _ratios(variant: Variant, blocks: Mapping[Variant, Sequence[Block]]) -> tupl
     """In each repetition, a variant's step over the limit's; over its own where the limit was not measured."""
     limit = blocks.get(Variant(LIMIT, variant.fused), blocks[variant])
     return tuple(own.step_us / least.step_us for own, least in zip(blocks[variant], limit, strict=True))
+
+
+def _median_pass(passes: Sequence[RunAhead | None]) -> RunAhead | None:
+    """The pass in the middle by its share; None without a GPU."""
+    known = sorted((one for one in passes if one is not None), key=lambda one: one.share)
+    return known[len(known) // 2] if known else None
 
 
 def _standard_error(values: Sequence[float]) -> float:
