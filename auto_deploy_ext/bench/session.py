@@ -246,7 +246,7 @@ class Session:
             self.progress(str(group), 1 - (left - index) / total)
             with self._guarded(f"{group} context={group.context}"):
                 share = (self.remaining - reserve) / (left - index)
-                into += self._measure_group(group, pipeline, forwards, share, self.remaining - reserve)
+                into += self._measure_group(group, pipeline, forwards, share, reserve)
             self.saved(self.findings)
 
     def _measure_group(
@@ -255,10 +255,11 @@ class Session:
         pipeline: BenchPipeline,
         forwards: Mapping[Variant, Dispatcher],
         share: float,
-        remaining: float,
+        reserve: float,
     ) -> list[Measured]:
-        """Measure all variants of a group, at least three repetitions or none."""
+        """Measure all variants of a group within a share: five repetitions, three if all time is over, or none."""
         begin = self.clock()
+        remaining = self.remaining - reserve
         what = f"{group} context={group.context}"
         if remaining <= 0:
             self._leave_out(what, "the time is over")
@@ -281,7 +282,8 @@ class Session:
         blocks: dict[Variant, list[Block]] = {variant: [] for variant in variants}
         with _without_collection():
             for repetition in range(self.effort.repetitions):
-                if repetition >= FEWEST_REPETITIONS and self.clock() - begin > share:
+                fewest = SETTLED_REPETITIONS if self.remaining > reserve else FEWEST_REPETITIONS
+                if repetition >= fewest and self.clock() - begin > share:
                     break
                 if repetition >= SETTLED_REPETITIONS and self._is_settled(blocks):
                     break
