@@ -123,7 +123,7 @@ def _lines(axes: Any, scale: Sequence[Mapping[str, Any]], over: str, per: str) -
     """Step time over one axis, a colour for each of a few values of the other."""
     from matplotlib import colormaps
     from matplotlib.lines import Line2D
-    from matplotlib.ticker import ScalarFormatter
+    from matplotlib.ticker import StrMethodFormatter
 
     attention = scale[0]["attn_backend"]
     entries = [entry for entry in scale if entry["attn_backend"] == attention]
@@ -140,8 +140,10 @@ def _lines(axes: Any, scale: Sequence[Mapping[str, Any]], over: str, per: str) -
     handles += [Line2D([], [], color="black", linestyle=line, label=policy) for policy, line in _LINES.items()]
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.xaxis.set_major_formatter(ScalarFormatter())
-    axes.yaxis.set_major_formatter(ScalarFormatter())
+    plain = StrMethodFormatter("{x:g}")  # 8, not 8.0 or 8 x 10^0
+    axes.xaxis.set_major_formatter(plain)
+    axes.yaxis.set_major_formatter(plain)
+    axes.yaxis.set_minor_formatter(plain)
     axes.set_xlabel(over if over == "batch" else "cached tokens of each row")
     axes.set_ylabel("step, ms")
     axes.set_title(f"{attention}: step time over {over}", fontsize=10)
