@@ -128,7 +128,7 @@ class _Run:
         self._possible = reason_against(info) is None and len(parts) <= MAX_PARTS
         self._activity: tuple[Any, ...] = ()
         #: as the interface is now: which pools' page tables are in use; whether the parts may share a kernel; each
-        #: part's replay, if none of them copies anything to the host.
+        #: part's replay, if they may share one and none of them copies anything to the host.
         self._page_mask = 0
         self._sound = False
         self._replays: list[PreparedReplay | None] | None = None
@@ -174,18 +174,21 @@ class _Run:
         """Whether the parts may share a kernel, as the interface is now."""
         if not self._possible:
             return False
+        self._look_at(info)
         own = vars(info)
         replaced = SWITCH_NAME in own or OFFSET_NAME in own or COPY_NAME in own
-        if replaced and not sanitizer.is_watched(info._input_buffer):
-            return False  # somebody has put methods of his own in the place of these
+        # Somebody may have put methods of his own in the place of these.
+        return self._sound and (not replaced or sanitizer.is_watched(info._input_buffer))
+
+    def _look_at(self, info: Any) -> None:
+        """Take note of what is active, if it has changed."""
         activity = (info._active_args, len(info._active_host_prep_args), len(info._pool_suffixes))
         if activity != self._activity:
             self._activity = activity
             self._page_mask = sum(info._pages_active(s) << pool for pool, s in enumerate(info._pool_suffixes))
             self._sound = self._keeps_order(info)
-            copies = any(_moved(info, part) for part in self._steps)
-            self._replays = None if copies else [_prepared(info, part) for part in self._steps]
-        return self._sound
+            quiet = self._sound and not any(_moved(info, part) for part in self._steps)
+            self._replays = [_prepared(info, part) for part in self._steps] if quiet else None
 
     def _keeps_order(self, info: Any) -> bool:
         """Whether no part copies to the host what a later one writes; an invalid override is for the call itself."""
@@ -308,7 +311,7 @@ def _moved(info: Any, part: Part) -> Sequence[str]:
 def _prepared(info: Any, part: Part) -> PreparedReplay | None:
     """A part's replay, of what it does write."""
     written = tuple(sorted(set(part.replays).intersection(_written(info, part))))
-    return PreparedReplay(info, part.name, written) if written else None
+    return PreparedReplay(part.name, written) if written else None
 
 
 # -- the host's side --------------------------------------------------------------------------------------------------
@@ -392,7 +395,8 @@ def host_side(info: Any, parts: tuple[tuple[Any, ...], ...], operands: Sequence[
     run = _run_of(info, parts)
     counts = info.batch_info.serialize()[:6].tolist()
     rows, generating = counts[0] + counts[2] + counts[4], counts[0] == 0 == counts[2]
-    run._may_fuse(info)
+    if run._possible:
+        run._look_at(info)
     run._on_host(info, rows, generating, run._matched(operands))
 
 

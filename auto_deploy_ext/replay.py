@@ -21,8 +21,6 @@ from auto_deploy_ext.mirrors import Transfer
 
 _PAGE_TABLE = ("cache_loc", "cu_num_pages", "last_page_len")
 _SIDES = ("", "_host")
-#: offsets of which every dtype of an operand holds the number itself.
-_SMALL = 127
 
 
 class _Lane:
@@ -165,7 +163,7 @@ def replay(info: Any, mutation: str, before: dict[str, int], operand: Callable[[
 def _repeat(info: Any, mutation: str, written: tuple[str, ...], operand: Callable[[], torch.Tensor]) -> None:
     """Do what `replay` does for buffers that a mutation has written."""
     mirrors = host_mirrors.mirrors_of(info)
-    moved = _moved(written, _active(info))
+    moved = _moved(written, (*info._active_args, *getattr(info, "_active_host_prep_args", ())))
     with sanitizer.unpoisoned(info._input_buffer):
         if moved:
             # All new values first: they follow from the old ones.
@@ -180,75 +178,68 @@ def _repeat(info: Any, mutation: str, written: tuple[str, ...], operand: Callabl
         mirrors.mark_fresh(written)
 
 
-def _active(info: Any) -> tuple[str, ...]:
-    return (*info._active_args, *getattr(info, "_active_host_prep_args", ()))
-
-
 class PreparedReplay:
-    """A mutation's replay on the embedded host, prepared for buffers that it writes, as long as activity stays.
+    """A mutation's replay on the embedded host, prepared for buffers that its calls change, as long as activity stays.
 
-    What most drafts need is done in place, by a few sums. Everything else goes the way of `replay`.
+    What most drafts need is done in place, by a few sums. Everything else goes the way of `replay`. The sanitizer is
+    not asked: while it watches, `replay` itself is to be called.
 
     Args:
-        info: the embedded host's SequenceInfo.
         mutation: a key of `ARITHMETIC`.
-        written: buffers that each call writes, whose mirrors are wanted.
+        written: buffers that each call changes (page tables in use, of others none), whose mirrors are wanted.
     """
 
-    def __init__(self, info: Any, mutation: str, written: tuple[str, ...]) -> None:
+    def __init__(self, mutation: str, written: tuple[str, ...]) -> None:
         self._mutation = mutation
         self._written = written
-        moved = _moved(written, _active(info))
-        bases = {name: _split_pool(name) for name in moved}
-        #: what has a short way: a switch that counts rows, and ends that are moved where page numbers do not matter.
-        self._counts = mutation == "switch_to_generate_" and {"cu_seqlen", "seq_len"}.issuperset(moved)
-        self._sums = tuple(name for name in moved if bases[name][0] in ("input_pos", "seq_len_with_cache"))
-        self._pools = sorted({pool for base, pool in bases.values() if base in ("last_page_len", "cu_num_pages")})
-        tables = [base + pool for base in ("last_page_len", "cu_num_pages") for pool in self._pools]
-        self._moves = mutation == "offset_pos_and_cache_" and {*self._sums, *tables}.issuperset(moved)
-        self._moved = frozenset(moved)
+        bases = [_split_pool(name) for name in written]
+        short = {
+            "switch_to_generate_": {"cu_seqlen", "seq_len"},
+            "offset_pos_and_cache_": {"input_pos", "seq_len_with_cache", "last_page_len", "cu_num_pages"},
+        }
+        self._is_short = short[mutation].issuperset(base for base, _ in bases)
+        self._sums = tuple(n for n in written if n.startswith(("input_pos", "seq_len_with_cache")))
+        #: by pool: the names of last_page_len and cu_num_pages, and whether each is wanted.
+        pools = sorted({pool for base, pool in bases if base in _PAGE_TABLE})
+        tables = [("last_page_len" + pool, "cu_num_pages" + pool) for pool in pools]
+        self._tables = tuple((ends, counts, ends in written, counts in written) for ends, counts in tables)
 
     def __call__(self, info: Any, rows: int, operand: torch.Tensor | None, known: int | OperandTicket | None) -> None:
         """Replay the mutation right after it has run.
 
         Args:
-            info: that of the constructor.
+            info: the embedded host's SequenceInfo.
             rows: sequences of the batch.
-            operand: the mutation's operand on the device.
+            operand: the mutation's operand on the device, `[rows]` integers; None: it has none.
             known: what all its elements are, or the ticket that brings them; None: it has none.
         """
-        if self._counts:
-            self._count(info, rows)
-        elif self._moves and known is not None and (not isinstance(known, int) or 0 <= known <= _SMALL):
-            self._move(info, rows, known if isinstance(known, int) else known.wait().numpy())
-        else:
+        if not self._is_short:
             _repeat(info, self._mutation, self._written, lambda: _on_host(info, operand, known))
             return
+        if known is None:
+            self._count(info, rows)
+        else:
+            self._move(info, rows, known if isinstance(known, int) else known.wait().numpy())
         info._input_buffer.mark_mirrors(self._written)
 
     def _count(self, info: Any, rows: int) -> None:
         """See `_switched`."""
-        for name in self._moved:
+        for name in self._written:
             if name == "cu_seqlen":
                 info._input_buffer.get_host_array(name)[: rows + 1] = _counted(rows + 1)
             else:
                 info._input_buffer.get_host_array(name)[:rows] = 1
 
     def _move(self, info: Any, rows: int, offset: int | np.ndarray) -> None:
-        """See `_offset`; a number is not negative. At batch 64 some row leaves its page in most drafts."""
+        """See `_offset`."""
         array_of, size = info._input_buffer.get_host_array, info.tokens_per_block
-        for pool in self._pools:
-            old = array_of("last_page_len" + pool)[:rows]
-            ends = old + offset
-            change: np.ndarray = ends > size
-            if not isinstance(offset, int):
-                change = change.astype(np.int32) - (ends < 1)
-            if np.count_nonzero(change):
-                ends -= change * np.int32(size)
-                if "cu_num_pages" + pool in self._moved:
-                    array_of("cu_num_pages" + pool)[1 : rows + 1] += change.cumsum(dtype=np.int32)
-            if "last_page_len" + pool in self._moved:
-                old[:] = ends
+        for ends, counts, wants_ends, wants_counts in self._tables:
+            old = array_of(ends)[:rows]
+            new, change = _moved_ends(old, offset, size)
+            if wants_counts and change is not None:
+                array_of(counts)[1 : rows + 1] += change.cumsum(dtype=np.int32)
+            if wants_ends:
+                old[:] = new
         for name in self._sums:
             entries = array_of(name)[:rows]
             entries += offset
@@ -359,19 +350,12 @@ def _per_token(offset: np.ndarray, boundaries: np.ndarray, tokens: int) -> np.nd
 
 def _offset_pages(mirrors: _Mirrors, suffix: str, offset: np.ndarray, names: Sequence[str]) -> Values:
     """A pool's page table, as far as it is asked for; the mirrors of the rest may be stale."""
-    size = mirrors.tokens_per_block
-    ends = mirrors.rows("last_page_len" + suffix) + offset
-    # Rows that go on in a page more, and rows that lose one: few, mostly none.
-    more, less = ends > size, ends < 1
+    ends, change = _moved_ends(mirrors.rows("last_page_len" + suffix), offset, mirrors.tokens_per_block)
     values: Values = {"last_page_len" + suffix: ends}
-    changes = bool(more.any() or less.any())
-    if changes:
-        change = more.astype(np.int32) - less
-        ends -= change * size
     if "cu_num_pages" + suffix in names:
         boundaries = mirrors.rows("cu_num_pages" + suffix, 1)
         values["cu_num_pages" + suffix] = None
-        if changes:
+        if change is not None:
             moved = boundaries.copy()
             moved[1:] += np.cumsum(change, dtype=np.int32)
             values["cu_num_pages" + suffix] = moved
@@ -383,12 +367,24 @@ def _offset_pages(mirrors: _Mirrors, suffix: str, offset: np.ndarray, names: Seq
         # As far as the device's own table may have grown, by a page per sequence, it is filled with the last extra one.
         used = int(boundaries[-1])
         bound = min(max(mirrors.length(name), used + mirrors.num_sequences), pages.size)
-        if changes:
+        if change is not None:
             values[name] = _moved_pages(pages, boundaries, extra, change, bound)
         else:
             values[name] = np.full(max(bound - used, 0), extra[-1])
             mirrors.starts[name] = used
     return values
+
+
+def _moved_ends(ends: np.ndarray, offset: int | np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray | None]:
+    """Where rows of int32 last page lengths end after an offset, and by how many pages each grows; None: none does."""
+    moved = ends + offset
+    # Rows that go on in a page more, and rows that lose one: few, mostly none.
+    more, less = moved > size, moved < 1
+    if not (np.count_nonzero(more) or np.count_nonzero(less)):
+        return moved, None
+    change = more.astype(np.int32) - less
+    moved -= change * np.int32(size)
+    return moved, change
 
 
 def _moved_pages(

@@ -6,8 +6,10 @@ import copy
 import gzip
 import json
 import math
+import os
 import statistics
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count, pairwise
 
 import pytest
@@ -22,7 +24,7 @@ from auto_deploy_ext.bench.pipelines import Limits, ModelSource
 from auto_deploy_ext.bench.plot import draw, write_plot
 from auto_deploy_ext.bench.policies import make_forwards
 from auto_deploy_ext.bench.results import CELL_FIELDS, MergeError, load_result, merge_results, targets
-from auto_deploy_ext.bench.session import Effort, Measured, Session, _ratios, _standard_error
+from auto_deploy_ext.bench.session import Effort, Measured, Session, _median_pass, _ratios, _standard_error
 from auto_deploy_ext.cli import EXIT_OK, EXIT_USAGE, main
 from auto_deploy_ext.embedded.config import load_config
 from auto_deploy_ext.embedded.models.random_weights import RandomCausalLMFactory
@@ -499,6 +501,16 @@ def without(result: dict, *path) -> dict:
     return damaged
 
 
+def altered(value, new, *path):
+    """A deep copy in which the place that a path leads to has another value."""
+    value = copy.deepcopy(value)
+    place = value
+    for step in path[:-1]:
+        place = place[step]
+    place[path[-1]] = new
+    return value
+
+
 WHOLE = result_of(measured("none", True, 1000, 1000), measured("auto", True, 1100, 1000))
 
 
@@ -515,7 +527,21 @@ WHOLE = result_of(measured("none", True, 1000, 1000), measured("auto", True, 110
         (json.dumps(without(WHOLE, "cells", 1, "step_us")), "cells[1].step_us is missing"),
         (json.dumps({**WHOLE, "launches": None}), "launches is None"),
         (json.dumps(without(WHOLE, "details", 0, "ratio_quartiles")), "details[0].ratio_quartiles is missing"),
-        (json.dumps({**WHOLE, "details": [{**WHOLE["details"][0], "repetition_step_us": [1, "2"]}]}), "[1, '2']"),
+        (json.dumps(altered(WHOLE, [1, "2"], "details", 0, "repetition_step_us")), "[1, '2']"),
+        (json.dumps(altered(WHOLE, [1.0], "details", 0, "ratio_quartiles")), "details[0].ratio_quartiles is [1.0]"),
+        (json.dumps(altered(WHOLE, [2, 1], "details", 0, "ratio_quartiles")), "details[0].ratio_quartiles is [2, 1]"),
+        (json.dumps(altered(WHOLE, [0, 0, 0], "details", 1, "repetition_step_us")), "is [0, 0, 0]"),
+        (json.dumps(altered(WHOLE, [1, 1], "details", 1, "repetition_step_us")), "not as many entries as others"),
+        (json.dumps(altered(WHOLE, math.nan, "cells", 1, "ratio_to_limit")), "cells[1].ratio_to_limit is nan"),
+        (json.dumps(altered(WHOLE, -5, "cells", 1, "step_us")), "cells[1].step_us is -5"),
+        (json.dumps(altered(WHOLE, 10**400, "cells", 1, "run_ahead")), "cells[1].run_ahead is 1000"),
+        (json.dumps(altered(WHOLE, True, "cells", 1, "k")), "cells[1].k is True"),
+        (json.dumps(altered(WHOLE, 1, "cells", 1, "fused")), "cells[1].fused is 1"),
+        (json.dumps(altered(WHOLE, "nonsense", "cells", 1, "policy")), "cells[1].policy is 'nonsense'"),
+        (json.dumps(altered(WHOLE, "no", "device", "is_gpu")), "device.is_gpu is 'no'"),
+        (json.dumps({**WHOLE, "cells": [*WHOLE["cells"], WHOLE["cells"][0]]}), "none True more than once"),
+        (json.dumps({**WHOLE, "details": []}), "is in one of cells and details only"),
+        ("[" * 100_000, "is no JSON file"),
         (json.dumps({**WHOLE, "cells": ["auto"]}), "cells[0] is 'auto'"),
         (
             json.dumps({**WHOLE, "left_out": [{"what": "all", "why": ["no", "time"]}]}),
@@ -535,10 +561,64 @@ def test_a_file_that_is_no_result_is_not_merged(tmp_path, capsys, text, message,
     assert str(tmp_path / "other.json") in said and message in said
 
 
+def test_a_file_that_cannot_be_read_is_not_merged(tmp_path, capsys):
+    assert main(["bench", "--merge", str(tmp_path)]) == EXIT_USAGE
+    assert f"--merge {tmp_path} cannot be read: " in capsys.readouterr().err
+    assert main(["bench", "--merge", str(tmp_path / "nosuch.json")]) == EXIT_USAGE
+    assert f"--merge {tmp_path / 'nosuch.json'} cannot be read: No such file" in capsys.readouterr().err
+
+
+def test_merging_takes_no_option_of_a_measurement(tmp_path, capsys):
+    (tmp_path / "whole.json").write_text(json.dumps(WHOLE))
+    options = ["--attn", "triton", "--precision", "0.1", "--json", str(tmp_path / "merged.json")]
+    assert main(["bench", "--merge", str(tmp_path / "whole.json"), *options]) == EXIT_USAGE
+    assert "so it takes no --attn, --precision" in capsys.readouterr().err
+    assert not (tmp_path / "merged.json").exists()
+
+
+def test_a_result_goes_through_links_and_into_pipes(tmp_path):
+    """What is no plain file is written to, not replaced."""
+    whole = tmp_path / "whole.json"
+    whole.write_text(json.dumps(WHOLE))
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "link.json").symlink_to(tmp_path / "kept" / "real.json")
+    assert main(["bench", "--merge", str(whole), "--json", str(tmp_path / "link.json")]) == EXIT_OK
+    assert (tmp_path / "link.json").is_symlink()
+    assert json.loads((tmp_path / "kept" / "real.json").read_text())["cells"] == WHOLE["cells"]
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor(1) as pool:
+        read = pool.submit(pipe.read_text)
+        command.write_json(pipe, WHOLE)
+        assert json.loads(read.result(timeout=30)) == json.loads(whole.read_text())
+    assert pipe.is_fifo()
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["--plot", "x.svg2"], "name a file that ends in .png"),
+        (["--json", "x.png", "--plot", "./x.png"], "name two files"),
+    ],
+)
+def test_a_picture_is_a_png_in_a_file_of_its_own(names, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "whole.json").write_text(json.dumps(WHOLE))
+    assert main(["bench", "--merge", "whole.json", *names]) == EXIT_USAGE
+    assert message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["whole.json"]
+
+
 def test_a_file_in_another_encoding_is_not_merged(tmp_path):
     (tmp_path / "other.json").write_bytes(b"\xff\xfe{")
     with pytest.raises(MergeError, match=r"other\.json is no JSON file"):
         load_result(tmp_path / "other.json")
+
+
+def test_of_several_passes_the_one_in_the_middle_counts():
+    passes = [RunAhead(share, (share,)) for share in (1.0, 0.2, 0.9)]
+    assert _median_pass(passes) == RunAhead(0.9, (0.9,))
+    assert _median_pass([]) is None
 
 
 def test_the_run_ahead_fraction_is_split_by_the_calls_of_a_step() -> None:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+from types import MethodType
 from typing import Any
 
 import torch
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from auto_deploy_ext import host_mirrors, replay
+from auto_deploy_ext import fused_mutations, host_mirrors, replay
 from auto_deploy_ext.effects import MUTATIONS
 from auto_deploy_ext.embedded.custom_ops.attention_interface import SequenceInfo
+from auto_deploy_ext.fused_mutations import SWITCH_NAME, TICKET, Part
 from auto_deploy_ext.mirrors import Transfer
 from auto_deploy_ext.replay import OperandTicket, PreparedReplay
-from tests.metadata_runs import TOKENS_PER_BLOCK, Batch, batches
+from tests.metadata_runs import TOKENS_PER_BLOCK, Batch, Row, batches
 
 OFFSET = "offset_pos_and_cache_"
+#: buffers whose mirrors have the short way.
+SHORT = ("last_page_len", "cu_num_pages", "seq_len_with_cache", "input_pos", "cu_seqlen", "seq_len")
 
 
 def values(info: SequenceInfo, side: str) -> dict[str, list[Any]]:
@@ -39,7 +44,7 @@ def calls(draw: st.DrawFn) -> tuple[Batch, str, tuple[int, ...] | int | None, li
     written = MUTATIONS[mutation].written(info, (), {}, info._input_buffer.tensor_names)
     assert written is not None
     able = [name for name in written if MUTATIONS[mutation].replay_inputs(name) is not None]
-    short = [n for n in able if n.startswith(("last_page", "cu_num", "seq_len_w", "input_pos", "cu_seqlen", "seq_len"))]
+    short = [name for name in able if name.startswith(SHORT)]
     names = draw(st.lists(st.sampled_from(draw(st.sampled_from([able, short]))), min_size=1, unique=True))
     offset: Any = None
     if mutation == OFFSET:
@@ -67,7 +72,7 @@ def test_mirrors_are_what_the_device_has(call: tuple[Batch, str, tuple[int, ...]
     written = tuple(name for name in names if device[name] != versions[name])
     if not written:  # a switch of a batch that generates already
         return
-    PreparedReplay(info, mutation, written)(info, rows, operands[0] if operands else None, known)
+    PreparedReplay(mutation, written)(info, rows, operands[0] if operands else None, known)
 
     now, there = values(info, "host"), values(info, "device")
     for name in info._input_buffer.tensor_names:
@@ -81,3 +86,68 @@ def test_mirrors_are_what_the_device_has(call: tuple[Batch, str, tuple[int, ...]
     replay.replay(other, mutation, versions, lambda: operands[0])
     assert host_mirrors.stale_names(info) == host_mirrors.stale_names(other)
     assert values(other, "host") == now
+
+
+@st.composite
+def steps_of_a_run(draw: st.DrawFn) -> tuple[Batch, list[Part], list[Any]]:
+    """A batch, mutations that the host repeats for some of what they write, and each one's offsets."""
+    batch = draw(batches())
+    if draw(st.booleans()):  # no page table in use before a test activates one
+        batch = dataclasses.replace(batch, pages_active=(False,) * batch.pools)
+    names = batch.make()._input_buffer.tensor_names
+    parts, offsets = [], []
+    for mutation in draw(st.lists(st.sampled_from([OFFSET, SWITCH_NAME]), min_size=1, max_size=3)):
+        spec = MUTATIONS[mutation]
+        able = [name for name in spec.written(None, (), {}, names) or () if spec.replay_inputs(name) is not None]
+        short = [name for name in able if name.startswith(SHORT)]
+        replays = draw(st.lists(st.sampled_from(draw(st.sampled_from([able, short]))), min_size=1, unique=True))
+        one = st.integers(-TOKENS_PER_BLOCK + 1, TOKENS_PER_BLOCK)
+        number = draw(one) if mutation == OFFSET else None
+        per_row = draw(st.none() | st.lists(one, min_size=len(batch.rows), max_size=len(batch.rows)))
+        offsets.append(number if per_row is None or number is None else per_row)
+        known = TICKET if isinstance(offsets[-1], list) else number
+        parts.append(Part(mutation, active_args=(), replays=tuple(sorted(replays)), host_operand=known))
+    return batch, parts, offsets
+
+
+TABLES = ("cu_num_pages", "last_page_len", "seq_len_with_cache")
+UNUSED = Batch((Row("decode", 1, 13), Row("decode", 1, 16)), 1, (False,))
+
+
+@settings(max_examples=60)
+@example((UNUSED, [Part(OFFSET, active_args=(), replays=TABLES, host_operand=1)], [1]), True, "both")
+@given(steps_of_a_run(), st.booleans(), st.sampled_from(["nothing", "activates", "replaces", "both"]))
+def test_a_run_does_what_its_mutations_do_whatever_happens_between_its_calls(
+    run: tuple[Batch, list[Part], list[Any]], on_the_host_alone: bool, between: str
+) -> None:
+    """What was prepared at the first call must not outlive what it was prepared for."""
+    batch, parts, offsets = run
+    infos = batch.make(), batch.make()
+    constants = tuple(map(tuple, parts))  # the same object at each call, as in compiled code
+    for call in range(3):
+        if call == 1:
+            for info in infos:
+                if between in ("activates", "both"):
+                    for suffix in info._pool_suffixes:
+                        info.activate_arg("last_page_len" + suffix)
+                if between in ("replaces", "both"):
+                    vars(info)[OFFSET] = MethodType(getattr(type(info), OFFSET), info)
+        operands: list[Any] = []
+        for offset in offsets:
+            if offset is not None:
+                rows = len(batch.rows)
+                operands.append(torch.tensor(offset if isinstance(offset, list) else [offset] * rows))
+            if isinstance(offset, list):
+                operands.append(OperandTicket(Transfer((), 0, False, ""), operands[-1].to(torch.int32)))
+        info, other = infos
+        (fused_mutations.host_side if on_the_host_alone else fused_mutations.mutate_all)(info, constants, operands)
+        given = fused_mutations._run_of(other, constants)._matched(operands)
+        if on_the_host_alone:
+            for part, (operand, ticket) in zip(parts, given, strict=True):
+                rows, generating = other.num_sequences, other.batch_info.is_generate_only()
+                fused_mutations._host_side(other, part, operand, ticket, rows, generating)
+        else:
+            fused_mutations._one_by_one(other, parts, given)
+        assert values(info, "host") == values(other, "host")
+        assert info._input_buffer.device_version == other._input_buffer.device_version
+        assert info._input_buffer.mirror_version == other._input_buffer.mirror_version

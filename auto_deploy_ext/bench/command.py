@@ -204,10 +204,15 @@ def bench_command(arguments: argparse.Namespace) -> int:
         except PlotError as error:
             raise BenchError(str(error)) from error
         _check_writable("--plot", arguments.plot)
+        if arguments.plot.suffix.lower() not in ("", ".png"):
+            raise BenchError(f"--plot {arguments.plot}: a PNG is drawn; name a file that ends in .png")
+        if arguments.json and arguments.json.resolve() == arguments.plot.resolve():
+            raise BenchError(f"--json and --plot both name {arguments.json}; name two files")
     if arguments.traces and not arguments.merge:
         _check_writable("--traces", arguments.traces, is_folder=True)
     lost = False
     if arguments.merge:
+        _check_only_merging(arguments)
         result = merge_results([load_result(path) for path in arguments.merge])
     else:
         result, lost = _measure(arguments)
@@ -220,18 +225,29 @@ def bench_command(arguments: argparse.Namespace) -> int:
 
 
 def write_json(path: Path, result: Mapping[str, Any]) -> None:
-    """Write a result with one line per cell."""
+    """Write a result with one line per cell; a file is there completely or not at all."""
+    from ..report import write_text
+
     parts = []
     for key, value in result.items():
         if isinstance(value, list) and value:
-            lines = ",\n".join(f"    {json.dumps(entry)}" for entry in value)
+            lines = ",\n".join(f"    {json.dumps(entry, allow_nan=False)}" for entry in value)
             parts.append(f"  {json.dumps(key)}: [\n{lines}\n  ]")
         else:
-            parts.append(f"  {json.dumps(key)}: {json.dumps(value)}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.part")
-    part.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
-    part.replace(path)
+            parts.append(f"  {json.dumps(key)}: {json.dumps(value, allow_nan=False)}")
+    write_text(path, "{\n" + ",\n".join(parts) + "\n}\n")
+
+
+def _check_only_merging(arguments: argparse.Namespace) -> None:
+    """Raise BenchError where an option says what to measure, or how, although nothing is measured."""
+    others = argparse.ArgumentParser()
+    add_parser(others.add_subparsers())
+    unsaid = vars(others.parse_args(["bench"]))
+    kept = {"merge", "json", "plot", "verbose", "function"}
+    said = [name for name, value in vars(arguments).items() if name not in kept and value != unsaid.get(name, value)]
+    if said:
+        named = ", ".join("--" + name.replace("_", "-") for name in sorted(said))
+        raise BenchError(f"--merge measures nothing, so it takes no {named}; leave one or the other out")
 
 
 # ---------------------------------------------------------------- measuring
@@ -247,7 +263,7 @@ def _measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], bool]:
 
     from ..embedded.pipeline import use_device
     from .pipelines import ModelSource
-    from .results import describe_device, make_result, versions
+    from .results import describe_device, make_result, sources, versions
     from .session import DeviceLostError, Effort, LeftOut, Session
 
     source = ModelSource(arguments.config, capture=arguments.capture)
@@ -263,7 +279,7 @@ def _measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], bool]:
         "config": str(arguments.config),
         "device": describe_device(device),
         "versions": versions(),
-        "settings": {**plan.settings(source.config), "capture": source.capture},
+        "settings": {**plan.settings(source.config), "capture": source.capture, "sources": sources()},
     }
 
     def save(findings: Findings) -> None:
@@ -410,6 +426,7 @@ class Plan:
             "clock": "events on the device's stream around a block of steps; host_us: until the last is issued",
             "context": self.context,
             "batches_in_turn": RING,
+            "run_ahead": "of three passes, the one in the middle by its share",
             "ratio": "the median over repetitions of a cell's step over the limit's in the same repetition",
             "repetitions": self.repetitions,
             "precision": self.precision,

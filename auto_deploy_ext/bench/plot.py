@@ -45,7 +45,7 @@ def write_plot(result: Mapping[str, Any], path: Path) -> None:
     """
     figure = draw(result)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=110, format="png")
 
 
 def draw(result: Mapping[str, Any]) -> Any:

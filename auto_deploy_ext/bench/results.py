@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import platform
 import statistics
 import subprocess
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
@@ -14,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .cells import BenchError, Group, Variant
+from .cells import POLICIES, BenchError, Group, Variant
 from .launches import Launches
 from .session import Findings, LeftOut, Measured
 
@@ -48,7 +50,8 @@ _ENTRY_FIELDS = {
     "left_out": tuple(field.name for field in fields(LeftOut)),
 }
 _NAMES = frozenset({"attn_backend", "compile_backend", "policy", "what", "why"})
-_LISTS = frozenset({"ratio_quartiles", "repetition_step_us"})
+_SIZES = frozenset({"k", "batch", "context"})
+_TIMES = frozenset({"step_us", "ratio_to_limit"})
 #: fields that are null where there was nothing to measure.
 _MAY_BE_NULL = frozenset({"run_ahead", "per_draft_step", "copies_per_draft_step"})
 
@@ -70,6 +73,15 @@ def versions() -> dict[str, str | None]:
     found["torch"] = torch.__version__
     found["cuda"] = torch.version.cuda
     return found
+
+
+def sources() -> str:
+    """A digest of the package's Python files, by which the state of the code that measured something is known."""
+    package = Path(__file__).resolve().parents[1]
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py"), key=lambda path: path.relative_to(package).as_posix()):
+        digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
 
 
 def describe_device(device: torch.device) -> dict[str, Any]:
@@ -153,6 +165,7 @@ def _extra(measured: Measured) -> dict[str, Any]:
         "repetitions": len(measured.blocks),
         "steps_per_repetition": measured.steps,
         "repetition_step_us": [round(block.step_us, 1) for block in measured.blocks],
+        "run_ahead_passes": [round(share, 4) for share in measured.run_ahead_passes],
         "run_ahead_by_call": [] if measured.run_ahead is None else [round(s, 4) for s in measured.run_ahead.by_call],
     }
 
@@ -168,15 +181,17 @@ def load_result(path: Path) -> dict[str, Any]:
     """Read a file that the benchmark has written.
 
     Raises:
-        MergeError: it is none, or something is missing in it.
+        MergeError: it is none, or cannot be read, or something in it is missing, impossible, or does not fit the rest.
     """
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # also of a text that is no UTF-8
+    except OSError as error:
+        raise MergeError(f"--merge {path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:  # also of a text that is no UTF-8
         raise MergeError(f"{path} is no JSON file: {error}") from error
     if not isinstance(result, dict) or result.get("benchmark") != BENCHMARK:
         raise MergeError(f"{path} was not written by auto-deploy-ext bench")
-    flaw = next(_flaws(result), None)
+    flaw = next(_flaws(result), None) or next(_misfits(result), None)
     if flaw is not None:
         raise MergeError(f"{path} is no whole result of auto-deploy-ext bench: {flaw}; measure that part again")
     return result
@@ -190,9 +205,11 @@ def _flaws(result: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name} is missing"
         elif not isinstance(result[name], kind):
             yield f"{name} is {_shown(result[name])}"
-    for name in ("name", "is_gpu"):
+    for name, kind in (("name", str), ("is_gpu", bool)):
         if name not in result["device"]:
             yield f"device.{name} is missing"
+        elif not isinstance(result["device"][name], kind):
+            yield f"device.{name} is {_shown(result['device'][name])}"
     for part, names in _ENTRY_FIELDS.items():
         for place, entry in enumerate(result[part]):
             if not isinstance(entry, dict):
@@ -206,11 +223,42 @@ def _flaws(result: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _may_be(name: str, value: Any) -> bool:
+    """Whether a field can have a value."""
     if value is None:
         return name in _MAY_BE_NULL
-    if name in _LISTS:
-        return isinstance(value, list) and all(isinstance(number, (int, float)) for number in value)
-    return isinstance(value, str if name in _NAMES else (int, float))
+    if name in _NAMES:
+        return isinstance(value, str) and (name != "policy" or value in POLICIES)
+    if name == "fused":
+        return isinstance(value, bool)
+    if name == "ratio_quartiles":
+        return isinstance(value, list) and len(value) == 2 and all(map(_is_time, value)) and value[0] <= value[1]
+    if name == "repetition_step_us":
+        return isinstance(value, list) and len(value) > 0 and all(map(_is_time, value))
+    if name in _SIZES:
+        return isinstance(value, int) and _is_time(value)
+    return _is_time(value) if name in _TIMES else value == 0 or _is_time(value)
+
+
+def _is_time(value: Any) -> bool:
+    """Whether something is a number above 0, as large as a float can be at most; a bool is none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
+
+
+def _misfits(result: Mapping[str, Any]) -> Iterator[str]:
+    """What in a result whose entries are whole does not fit together."""
+    keys = {part: [tuple(entry[n] for n in CELL_KEY) for entry in result[part]] for part in ("cells", "details")}
+    for part, found in keys.items():
+        twice = next((key for key in found if found.count(key) > 1), None)
+        if twice is not None:
+            yield f"{part} has {' '.join(map(str, twice))} more than once"
+    single = next(iter(set(keys["cells"]) ^ set(keys["details"])), None)
+    if single is not None:
+        yield f"{' '.join(map(str, single))} is in one of cells and details only"
+    repetitions: dict[tuple[Any, ...], int] = {}
+    for place, entry in enumerate(result["details"]):
+        count = len(entry["repetition_step_us"])
+        if repetitions.setdefault(tuple(entry[name] for name in GROUP_KEY), count) != count:
+            yield f"details[{place}].repetition_step_us has not as many entries as others of its group"
 
 
 def _shown(value: Any) -> str:
@@ -293,12 +341,13 @@ def targets(result: Mapping[str, Any]) -> list[Target]:
         _worst("run-ahead with CUDA graphs", graphs, lambda cell: cell["run_ahead"], least=0.95),
     ]
     planned = [c for c in graphs if (c["attn_backend"], c["k"], c["batch"]) == ("flashinfer", 6, 8)]
-    ratios = {id(c): _ratio(result["details"], c, policy="scoped") for c in planned}
+    steps = {tuple(entry[name] for name in CELL_KEY): entry["repetition_step_us"] for entry in result["details"]}
+    ratios = {id(c): _ratio(steps, c, policy="scoped") for c in planned}
     found.append(
         _worst("scoped / auto where the draft reads mirrors", planned, lambda cell: ratios[id(cell)], least=1.10)
     )
     ones = [cell for cell in simple if cell["batch"] == 1]
-    unfused = {id(c): _ratio(result["details"], c, fused=False) for c in ones}
+    unfused = {id(c): _ratio(steps, c, fused=False) for c in ones}
     found.append(
         _worst("unfused / fused with torch-simple at batch 1", ones, lambda cell: unfused[id(cell)], least=1.0)
     )
@@ -306,15 +355,15 @@ def targets(result: Mapping[str, Any]) -> list[Target]:
     return [target for target in found if target is not None]
 
 
-def _ratio(details: Sequence[Mapping[str, Any]], cell: Mapping[str, Any], **other: Any) -> float | None:
+def _ratio(steps: Mapping[tuple[Any, ...], Sequence[float]], cell: Mapping[str, Any], **other: Any) -> float | None:
     """The median over repetitions of the step of a cell that differs in some fields from `cell`, over that of `cell`.
 
     None where one of them was not measured.
     """
-    steps = {tuple(entry[name] for name in CELL_KEY): entry["repetition_step_us"] for entry in details}
-    beside, own = (steps.get(tuple(c[name] for name in CELL_KEY), ()) for c in ({**cell, **other}, cell))
-    ratios = [other_step / step for other_step, step in zip(beside, own, strict=False)]
-    return statistics.median(ratios) if ratios else None
+    beside, own = (steps.get(tuple(c[name] for name in CELL_KEY)) for c in ({**cell, **other}, cell))
+    if beside is None or own is None:
+        return None
+    return statistics.median(other_step / step for other_step, step in zip(beside, own, strict=True))
 
 
 def _worst(

@@ -62,7 +62,8 @@ class Measured:
         ratios: in each repetition, its step over that of the limit with the same fusion: what disturbs the host for
             longer than a repetition cannot favour one of them.
         traffic: what a step brings to the host.
-        run_ahead: see `Steps.run_ahead`.
+        run_ahead: of several passes of `Steps.run_ahead`, the one in the middle by its share; None without a GPU.
+        run_ahead_passes: the share of each.
     """
 
     group: Group
@@ -72,6 +73,7 @@ class Measured:
     ratios: tuple[float, ...]
     traffic: Traffic
     run_ahead: RunAhead | None
+    run_ahead_passes: tuple[float, ...] = ()
 
     @property
     def step_us(self) -> float:
@@ -269,7 +271,7 @@ class Session:
         first = {variant: steps.warm_up(variant) for variant in variants}
         traffic = {variant: steps.traffic(variant) for variant in variants}
         passes = [{variant: steps.run_ahead(variant) for variant in variants} for _ in range(_RUN_AHEAD_PASSES)]
-        ahead = {variant: _median_pass([one[variant] for one in passes]) for variant in variants}
+        ahead = {v: [known for one in passes if (known := one[v]) is not None] for v in variants}
         step = statistics.median(first.values())
         length = _block_length(self.effort.block_seconds, step)
         shortest = FEWEST_REPETITIONS * (2 + RING) * sum(first.values())
@@ -354,9 +356,10 @@ def _measured(
     blocks: Mapping[Variant, Sequence[Block]],
     length: int,
     traffic: Traffic,
-    ahead: RunAhead | None,
+    ahead: Sequence[RunAhead],
 ) -> Measured:
-    return Measured(group, variant, tuple(blocks[variant]), length, _ratios(variant, blocks), traffic, ahead)
+    ratios, shares = _ratios(variant, blocks), tuple(one.share for one in ahead)
+    return Measured(group, variant, tuple(blocks[variant]), length, ratios, traffic, _median_pass(ahead), shares)
 
 
 def _ratios(variant: Variant, blocks: Mapping[Variant, Sequence[Block]]) -> tuple[float, ...]:
@@ -365,10 +368,9 @@ def _ratios(variant: Variant, blocks: Mapping[Variant, Sequence[Block]]) -> tupl
     return tuple(own.step_us / least.step_us for own, least in zip(blocks[variant], limit, strict=True))
 
 
-def _median_pass(passes: Sequence[RunAhead | None]) -> RunAhead | None:
-    """The pass in the middle by its share; None without a GPU."""
-    known = sorted((one for one in passes if one is not None), key=lambda one: one.share)
-    return known[len(known) // 2] if known else None
+def _median_pass(passes: Sequence[RunAhead]) -> RunAhead | None:
+    """The pass in the middle by its share; None of none."""
+    return sorted(passes, key=lambda one: one.share)[len(passes) // 2] if passes else None
 
 
 def _standard_error(values: Sequence[float]) -> float:

@@ -146,9 +146,13 @@ class MetadataMutations:
             active_args_override: the ``_host`` names (others are ignored) that the next consumer may read.
 
         Raises:
+            TypeError: an offset that is no tensor of integers.
             ValueError: an offset of another size, or an override that is no set or names something inactive.
         """
         self._check_override(active_args_override)
+        if not isinstance(offset, torch.Tensor) or offset.is_floating_point() or offset.is_complex():
+            kind = offset.dtype if isinstance(offset, torch.Tensor) else type(offset).__name__
+            raise TypeError(f"offset_pos_and_cache_ needs a tensor of integers, one for each sequence, got {kind}")
         n = self.batch_info.get_total_num_sequences()
         if offset.numel() != n:
             raise ValueError(f"offset_pos_and_cache_ needs one offset for each of {n} sequences, got {offset.numel()}")

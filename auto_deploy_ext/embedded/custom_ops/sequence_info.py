@@ -192,7 +192,12 @@ class SequenceInfo(MetadataMutations):
         """Tell how many pages the cache has; ``cache_loc`` of every pool is given room for as many as rows can own.
 
         That is at most ``B * (pages of the longest sequence + 1 extra page)``; it never shrinks.
+
+        Raises:
+            ValueError: fewer than one page.
         """
+        if num_blocks < 1:
+            raise ValueError(f"update_cache_information: a cache has at least one page, got num_blocks={num_blocks}")
         self._num_blocks = num_blocks
         self.batch_info.update_max_seq_info(
             self.max_seq_len, self.max_blocks_per_seq, block_offset_multiplier, self.max_batch_size

@@ -314,6 +314,8 @@ def test_cache_information_makes_room_for_all_pages(info: SequenceInfo) -> None:
     with pytest.raises(RuntimeError, match="call update_cache_information first"):
         _ = info.num_blocks
     info.register_window_groups([8, 16])
+    with pytest.raises(ValueError, match="at least one page, got num_blocks=-1"):
+        info.update_cache_information(-1)
     info.update_cache_information(50, block_offset_multiplier=3)
     assert info.num_blocks == 50
     assert info.batch_info.get_max_seq_info() == (32, 8, 3, 4)

@@ -219,6 +219,17 @@ def test_offset_needs_one_value_per_sequence(info: SequenceInfo) -> None:
         info.offset_pos_and_cache_(offset(info, 1, 1, 1))
 
 
+@pytest.mark.parametrize(
+    ("wrong", "named"), [(torch.full((2,), 1.7), "torch.float32"), (1, "int"), ([1, 1], "list"), (None, "NoneType")]
+)
+def test_an_offset_is_a_tensor_of_integers(info: SequenceInfo, wrong: Any, named: str) -> None:
+    nest(info, "decode")
+    before = {name: value(info, name) for name in info._input_buffer.tensor_names}
+    with pytest.raises(TypeError, match=f"a tensor of integers, one for each sequence, got {named}"):
+        info.offset_pos_and_cache_(wrong)
+    assert {name: value(info, name) for name in before} == before
+
+
 # Overrides.
 
 Mutate = Any
