@@ -7,8 +7,9 @@ FlashInfer has no float32.
 
     python benchmarks/decoding_equality.py --json benchmarks/results/decoding_equality.json   # a few minutes on a GPU
     python benchmarks/decoding_equality.py --device cpu --attn torch:torch --dtype float32    # short
+    python benchmarks/decoding_equality.py --merge first.json second.json --json both.json    # measures nothing
 
-The exit code is 1 if any of them differs.
+The exit code is 1 if any of them differs, 2 for a wrong command.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import gc
 import importlib.util
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -27,12 +29,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from auto_deploy_ext.embedded.config import load_config
+from auto_deploy_ext.command_line import positive, why_not_writable
+from auto_deploy_ext.embedded.config import ConfigError, load_config
+from auto_deploy_ext.embedded.custom_ops.input_buffer import unknown_name_message
 from auto_deploy_ext.embedded.equality import Reference
 from auto_deploy_ext.embedded.generation import generate
 from auto_deploy_ext.embedded.models.custom.modeling_eagle import EagleWrapper
 from auto_deploy_ext.embedded.pipeline import Pipeline, build_pipeline
+from auto_deploy_ext.embedded.requests import RequestTooLargeError
 from auto_deploy_ext.embedded.tokenizer import ByteTokenizer
+from auto_deploy_ext.kernels import has_triton
+from auto_deploy_ext.report import write_text
 
 #: attention of target and drafter, and in which ways a device can compile it, by what captured graphs contain.
 ATTENTION: dict[str, tuple[str, ...]] = {
@@ -46,7 +53,21 @@ ATTENTION: dict[str, tuple[str, ...]] = {
     "triton:flashinfer": ("simple", "segments"),
 }
 DTYPES = ("float32", "bfloat16")
+OVERLAP = (False, True)
+MACHINE = ("torch", "device", "gpu")
+#: what a file of results says of each way.
+FIELDS: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("attention", "dtype", "capture"), str),
+    **dict.fromkeys(("overlap", "equal", "identical"), bool),
+    **dict.fromkeys(("num_tokens", "num_close", "parted", "num_prompts"), int),
+    "noise": (int, float),
+}
 Tokens = list[list[int]]
+Entries = list[dict[str, Any]]
+
+
+class UsageError(ValueError):
+    """Something about the command that the user has to change."""
 
 
 class Way(NamedTuple):
@@ -56,24 +77,56 @@ class Way(NamedTuple):
     dtype: str
     capture: str
 
+    def __str__(self) -> str:
+        return " ".join(self)
 
-def ways(options: argparse.Namespace) -> list[Way]:
-    """What is asked for and can be had on this machine."""
-    found = []
-    for attention in options.attn:
-        for dtype in options.dtype:
-            if "flashinfer" in attention and dtype == "float32":
-                continue
-            if "flashinfer" in attention and importlib.util.find_spec("flashinfer") is None:
-                continue
-            if options.device == "cpu" and ("flashinfer" in attention or "triton" in attention):
-                continue
-            found += [Way(attention, dtype, capture) for capture in ATTENTION[attention]]
-    return found
+
+#: all ways, in the order in which results are merged.
+MATRIX = [Way(*pair, capture) for pair in product(ATTENTION, DTYPES) for capture in ATTENTION[pair[0]]]
+
+
+def why_never(way: Way) -> str | None:
+    """Why no machine can decode in a way; None: some can."""
+    return "FlashInfer has no float32" if "flashinfer" in way.attention and way.dtype == "float32" else None
+
+
+def why_not(way: Way, device: str) -> str | None:
+    """Why this machine cannot decode in a way on a device; None: it can."""
+    backends = way.attention.split(":")
+    if (reason := why_never(way)) is not None:
+        return reason
+    if device == "cuda" and not torch.cuda.is_available():
+        return "PyTorch finds no GPU here"
+    if device == "cpu" and {"flashinfer", "triton"}.intersection(backends):
+        return "it needs a GPU"
+    if "flashinfer" in backends and importlib.util.find_spec("flashinfer") is None:
+        return "FlashInfer is not installed"
+    return "Triton is not installed" if "triton" in backends and not has_triton() else None
+
+
+def ways(options: argparse.Namespace) -> tuple[list[Way], list[dict[str, str]]]:
+    """What is asked for and can be had on this machine, and what cannot: each way and why.
+
+    Raises:
+        UsageError: nothing can be had.
+    """
+    asked = product(dict.fromkeys(options.attn), dict.fromkeys(options.dtype))
+    reasons = {
+        way: why_not(way, options.device) for pair in asked for way in [Way(*pair, c) for c in ATTENTION[pair[0]]]
+    }
+    left_out = [{"way": str(way), "why": reason} for way, reason in reasons.items() if reason is not None]
+    chosen = [way for way, reason in reasons.items() if reason is None]
+    if not chosen:
+        raise UsageError(f"there is nothing to measure: {'; '.join(left_out_lines(left_out))}")
+    return chosen, left_out
 
 
 def build(way: Way, options: argparse.Namespace) -> Pipeline:
-    """The pipeline of a way."""
+    """The pipeline of a way.
+
+    Raises:
+        ConfigError: the device is not there.
+    """
     target, draft = way.attention.split(":")
     values: dict[str, Any] = {
         "device": options.device,
@@ -94,7 +147,11 @@ def prompts_of(pipeline: Pipeline) -> Tokens:
 
 
 def decode(pipeline: Pipeline, tokens: int, **options: Any) -> Tokens:
-    """Tokens of every prompt."""
+    """Tokens of every prompt.
+
+    Raises:
+        RequestTooLargeError: that many do not fit.
+    """
     result = generate(cast(EagleWrapper, pipeline.model), pipeline.cm, prompts_of(pipeline), tokens, **options)
     return [list(output.tokens) for output in result.outputs]
 
@@ -121,10 +178,18 @@ def judge(way: Way, references: References, options: argparse.Namespace) -> Iter
     exact = way.dtype == "float32"
     reference = references.of("torch" if exact else way.attention.split(":")[0], way.dtype)
     pipeline = build(way, options)
-    for overlap in (False, True):
+    for overlap in OVERLAP:
         reports = [reference.report(decode(pipeline, options.tokens, overlap=overlap)) for _ in range(2)]
-        equal = all(report.identical if exact else report.equal for report in reports)
-        yield {**way._asdict(), "overlap": overlap, **reports[-1].to_json(), "equal": equal}
+        found = [report.to_json() for report in reports]
+        identical = all(report["identical"] for report in found)
+        yield {
+            **way._asdict(),
+            "overlap": overlap,
+            **found[-1],
+            "equal": identical if exact else all(report["equal"] for report in found),
+            "identical": identical,
+            "parted": max(report["parted"] for report in found),
+        }
 
 
 def table(entries: Sequence[dict[str, Any]]) -> Table:
@@ -139,45 +204,190 @@ def table(entries: Sequence[dict[str, Any]]) -> Table:
     return shown
 
 
+def left_out_lines(left_out: Sequence[dict[str, str]]) -> list[str]:
+    """One line per reason, with the ways that it is the reason of."""
+    reasons = dict.fromkeys(entry["why"] for entry in left_out)
+    return [f"{why}: {', '.join(entry['way'] for entry in left_out if entry['why'] == why)}" for why in reasons]
+
+
+# ---------------------------------------------------------------- results
+
+
+def machine(device: str) -> dict[str, str]:
+    """What results of different machines differ in."""
+    gpu = {"gpu": torch.cuda.get_device_name()} if device == "cuda" else {}
+    return {"torch": torch.__version__, "device": device, **gpu}
+
+
+def write(path: Path | None, result: dict[str, Any]) -> None:
+    """Write a result, if a file is asked for."""
+    if path is not None:
+        write_text(path, json.dumps(result, indent=1) + "\n")
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Judge every way that is asked for; what has been found so far is written after each.
+
+    Raises:
+        UsageError: this machine can run none of them.
+        ConfigError: the device is not there.
+        RequestTooLargeError: more tokens than the config has room for.
+    """
+    chosen, left_out = ways(options)
+    references, entries = References(options), Entries()
+    result = {**machine(options.device), "ways": entries, "left_out": left_out}
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("", total=len(chosen))
+        for way in chosen:
+            progress.update(task, description=str(way))
+            entries += judge(way, references, options)
+            write(options.json, result)
+            progress.advance(task)
+            gc.collect()
+    return result
+
+
+def load_result(path: Path) -> dict[str, Any]:
+    """Read a file that this script has written.
+
+    Raises:
+        UsageError: it is none.
+    """
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:  # also of a text that is no UTF-8
+        raise UsageError(f"{path} is no JSON file: {error}") from error
+    if not isinstance(result, dict) or not isinstance(result.get("ways"), list):
+        raise UsageError(f"{path} was not written by decoding_equality.py")
+    for place, entry in enumerate(result["ways"]):
+        flaws = [f for f, kind in FIELDS.items() if not isinstance(entry, dict) or not isinstance(entry.get(f), kind)]
+        if flaws:
+            raise UsageError(f"{path}: ways[{place}] has no {', '.join(flaws)}; measure that part again")
+        way = way_of(entry)
+        if way not in MATRIX:
+            raise UsageError(f"{path}: ways[{place}] is {way}, which is none of this script's; measure that part again")
+    return result
+
+
+def merge(paths: Sequence[Path]) -> dict[str, Any]:
+    """One result out of partial ones, in the order of `MATRIX`; of a way that several have, the last one's counts.
+
+    Raises:
+        UsageError: a file is no result, or they were measured on different machines.
+    """
+    results = [load_result(path) for path in paths]
+    first = results[0]
+    for path, result in zip(paths, results, strict=True):
+        for what in MACHINE:
+            if result.get(what) != first.get(what):
+                raise UsageError(
+                    f"the files differ in {what}: {paths[0]} has {first.get(what)}, {path} has {result.get(what)}; "
+                    "measure all parts alike"
+                )
+    found = {(way_of(entry), entry["overlap"]): entry for result in results for entry in result["ways"]}
+    return {
+        **{what: first[what] for what in MACHINE if what in first},
+        "ways": [found[key] for key in product(MATRIX, OVERLAP) if key in found],
+        "left_out": [entry for way in MATRIX for entry in not_measured(way, found)],
+    }
+
+
+def way_of(entry: dict[str, Any]) -> Way:
+    """The way that an entry is about."""
+    return Way(*(entry[field] for field in Way._fields))
+
+
+def not_measured(way: Way, found: Container[tuple[Way, bool]]) -> Iterator[dict[str, str]]:
+    """What is missing of a way: nothing, one way of scheduling, or all of it."""
+    missing = [overlap for overlap in OVERLAP if (way, overlap) not in found]
+    if missing:
+        which = "" if len(missing) > 1 else " with overlap" if missing[0] else " without overlap"
+        reason = why_never(way)
+        yield {"way": f"{way}{which}", "why": f"not measured: {reason}" if reason else "not measured"}
+
+
+# ---------------------------------------------------------------- command line
+
+
+def attention_pair(text: str) -> str:
+    """A key of `ATTENTION`, as a type for argparse.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    if text not in ATTENTION:
+        raise argparse.ArgumentTypeError(unknown_name_message("pair of attention backends", text, ATTENTION))
+    return text
+
+
+def dtype_name(text: str) -> str:
+    """One of `DTYPES`, as a type for argparse.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    if text not in DTYPES:
+        raise argparse.ArgumentTypeError(unknown_name_message("dtype", text, DTYPES))
+    return text
+
+
+def writable(text: str) -> Path:
+    """A file that can be written in the end, as a type for argparse.
+
+    Raises:
+        argparse.ArgumentTypeError: it cannot.
+    """
+    reason = why_not_writable(Path(text))
+    if reason is not None:
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: {reason}; name another file")
+    return Path(text)
+
+
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--attn", nargs="*", choices=sorted(ATTENTION), default=list(ATTENTION), metavar="TARGET:DRAFT")
-    parser.add_argument("--dtype", nargs="*", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument("--tokens", type=int, default=32, help="new tokens of each prompt (default 32)")
-    parser.add_argument("--json", type=Path, help="write the findings to a file")
-    options = parser.parse_args(arguments)
-    if options.tokens < 1:
-        parser.error(f"argument --tokens: must be at least 1, got {options.tokens}")
-    return options
+    parser.add_argument(
+        "--attn",
+        nargs="+",
+        type=attention_pair,
+        default=list(ATTENTION),
+        metavar="TARGET:DRAFT",
+        help=f"of {', '.join(ATTENTION)} (default: all)",
+    )
+    parser.add_argument(
+        "--dtype",
+        nargs="+",
+        type=dtype_name,
+        default=list(DTYPES),
+        metavar="DTYPE",
+        help=f"of {', '.join(DTYPES)} (default: both)",
+    )
+    parser.add_argument("--tokens", type=positive, default=32, help="new tokens of each prompt (default 32)")
+    parser.add_argument("--json", type=writable, metavar="FILE", help="write the findings to a file")
+    parser.add_argument(
+        "--merge", nargs="+", type=Path, metavar="FILE", help="measure nothing; merge JSON files of partial runs"
+    )
+    return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Judge every way; 0 if all are equal."""
+    """Judge every way, or merge what has been found; 0 if all are equal, 2 if it cannot be done as it is asked for."""
     options = parse(arguments)
-    references, entries = References(options), list[dict[str, Any]]()
-    console = Console(stderr=True)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("", total=len(ways(options)))
-        for way in ways(options):
-            progress.update(task, description=" ".join(way))
-            entries += judge(way, references, options)
-            write(options, entries)
-            progress.advance(task)
-            gc.collect()
-    Console(width=120).print(table(entries))
-    return 0 if entries and all(entry["equal"] for entry in entries) else 1
-
-
-def write(options: argparse.Namespace, entries: Sequence[dict[str, Any]]) -> None:
-    """Write what has been found so far, if a file is asked for."""
-    if options.json is not None:
-        versions = {"torch": torch.__version__, "device": options.device}
-        if options.device == "cuda":
-            versions["gpu"] = torch.cuda.get_device_name()
-        options.json.write_text(json.dumps({**versions, "ways": entries}, indent=1) + "\n")
+    try:
+        result = merge(options.merge) if options.merge else measure(options)
+    except (UsageError, ConfigError, RequestTooLargeError) as error:
+        print(f"decoding_equality: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    write(options.json, result)
+    console = Console(width=120)
+    console.print(table(result["ways"]))
+    for line in left_out_lines(result["left_out"]):
+        console.print(f"left out, {line}", markup=False, highlight=False)
+    return 0 if result["ways"] and all(entry["equal"] for entry in result["ways"]) else 1
 
 
 if __name__ == "__main__":

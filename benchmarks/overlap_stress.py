@@ -4,10 +4,14 @@ Requests arrive in bursts and lulls, with random prompts, lengths and end tokens
 once for nothing all the time. The sanitizer is on: a consumer that reads a stale mirror ends the run. What a request
 must get is the target's own greedy continuation. Where tokens differ, the target's two best logits at the first
 difference are looked at: closer than `--tie` is a tie, which rounding decides (it is counted); all else is an error.
-At the end every page and slot must have come back. The exit code is 1 if anything was wrong.
+At the end every page and slot must have come back. The exit code is 1 if anything was wrong, 2 for a wrong command.
+
+Under the sanitizer each mutation is followed one by one. The short way that the mirrors of a fused run take otherwise
+(`auto_deploy_ext.replay.PreparedReplay`) is exercised by the fused cases with `--no-sanitizer`.
 
     python benchmarks/overlap_stress.py                                   # all cases that this machine has, 2,000 steps
     python benchmarks/overlap_stress.py --steps 150 --cases torch_paged   # short
+    python benchmarks/overlap_stress.py --no-sanitizer --cases torch_paged_fused
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 99 \\
         python benchmarks/overlap_stress.py --device cuda --memcheck
 """
@@ -29,16 +33,22 @@ from typing import Any, cast
 import torch
 
 from auto_deploy_ext import record_mirrors, sanitize
-from auto_deploy_ext.embedded.config import load_config
+from auto_deploy_ext.command_line import finite, positive, why_not_writable
+from auto_deploy_ext.embedded.config import ConfigError, EmbeddedConfig, load_config
+from auto_deploy_ext.embedded.custom_ops.input_buffer import unknown_name_message
 from auto_deploy_ext.embedded.generation import Engine, generate
 from auto_deploy_ext.embedded.models.custom.modeling_eagle import EagleWrapper
 from auto_deploy_ext.embedded.pipeline import Pipeline, build_pipeline
-from auto_deploy_ext.embedded.requests import Request
+from auto_deploy_ext.embedded.requests import Request, RequestTooLargeError
+from auto_deploy_ext.fusion import reason_without_triton
+from auto_deploy_ext.report import write_text
 
+FUSED = {"transforms.fuse_metadata_mutations.stage": "cache_init"}
 #: by name: the config, what is changed in it, and whether it needs a GPU.
 CASES: dict[str, tuple[str, dict[str, Any], bool]] = {
     "torch": ("eagle3_llama", {}, False),
     "torch_paged": ("eagle3_llama_paged", {}, False),
+    "torch_paged_fused": ("eagle3_llama_paged", FUSED, False),
     "hybrid": ("mtp_hybrid", {}, False),
     "torch_graphs": ("eagle3_llama", {"compile_backend": "torch-cudagraph"}, False),
     "torch_one_graph": (
@@ -73,12 +83,32 @@ CASES: dict[str, tuple[str, dict[str, Any], bool]] = {
         {"attn_backend": "flashinfer", "draft_attn_backend": "flashinfer", "compile_backend": "torch-cudagraph"},
         True,
     ),
+    "flashinfer_fused": (
+        "eagle3_llama_paged",
+        {
+            "attn_backend": "flashinfer",
+            "draft_attn_backend": "flashinfer",
+            "compile_backend": "torch-cudagraph",
+            "transforms.compile_model.capture": "segments",
+            **FUSED,
+        },
+        True,
+    ),
 }
 #: cases short enough, and without graphs, whose memory comes from a pool that hides a write outside of a tensor.
 MEMCHECK_CASES = ("torch_paged", "triton")
 #: the FlashInfer kernels are compiled for heads of 64 and more.
 FLASHINFER_SHAPE = {"model_kwargs.head_dim": 64, "dtype": "bfloat16"}
 RATES = (0.0, 0.15, 0.4, 1.0)
+#: what the command line does not say.
+LOAD = {"steps": 2000, "prompts": 40, "tokens": 40}
+MEMCHECK_LOAD = {"steps": 12, "prompts": 3, "tokens": 8}
+#: outputs of 1, 2, 3 and some more tokens.
+FEWEST_TOKENS = 4
+
+
+class UsageError(ValueError):
+    """Something about the command that the user has to change."""
 
 
 @dataclass
@@ -137,8 +167,12 @@ class CountingEngine(Engine):
         return super()._retire(step)
 
 
-def build(case: str, device: str, draft_len: int, batch_size: int) -> Pipeline:
-    """The pipeline of a case: small pages, so that rows cross them often."""
+def config_of(case: str, device: str, draft_len: int, batch_size: int) -> EmbeddedConfig:
+    """The config of a case: small pages, so that rows cross them often.
+
+    Raises:
+        ConfigError: a draft does not fit a page.
+    """
     name, changes, _ = CASES[case]
     overrides = {
         "device": device,
@@ -150,11 +184,24 @@ def build(case: str, device: str, draft_len: int, batch_size: int) -> Pipeline:
         **(FLASHINFER_SHAPE if "flashinfer" in case else {}),
         **changes,
     }
-    return build_pipeline(load_config(name, overrides=overrides))
+    return load_config(name, overrides=overrides)
+
+
+def build(case: str, device: str, draft_len: int, batch_size: int) -> Pipeline:
+    """The pipeline of a case.
+
+    Raises:
+        ValueError: it cannot be built with these sizes.
+    """
+    return build_pipeline(config_of(case, device, draft_len, batch_size))
 
 
 def make_prompts(pipeline: Pipeline, count: int, longest: int, tokens: int, rng: random.Random) -> list[Prompt]:
-    """Random prompts and what the target alone, without overlap, makes of them."""
+    """Random prompts and what the target alone, without overlap, makes of them.
+
+    Raises:
+        RequestTooLargeError: that many tokens do not fit.
+    """
     vocab = pipeline.config.model_kwargs["vocab_size"]
     prompts = [tuple(rng.randrange(vocab) for _ in range(rng.randint(1, longest))) for _ in range(count)]
     result = generate(cast(EagleWrapper, pipeline.model), pipeline.cm, prompts, tokens, speculative=False)
@@ -171,7 +218,8 @@ def arrivals(rng: random.Random) -> Iterator[int]:
 
 def random_request(prompt: Prompt, rng: random.Random) -> tuple[Request, tuple[int, ...]]:
     """A request and what it must give: some of the continuation, ended by its length or by an end token."""
-    limit = rng.choice([1, 2, 3, rng.randint(4, len(prompt.continuation))])
+    longest = len(prompt.continuation)
+    limit = min(longest, rng.choice([1, 2, 3, rng.randint(min(FEWEST_TOKENS, longest), longest)]))
     ends = frozenset(rng.sample(prompt.continuation, 1)) if rng.random() < 0.5 else frozenset()
     expected = prompt.continuation[:limit]
     stop = next((i for i, token in enumerate(expected) if token in ends), limit)
@@ -188,7 +236,9 @@ def is_tie(pipeline: Pipeline, prompt: tuple[int, ...], tokens: tuple[int, ...],
 
 
 def compare(pipeline: Pipeline, outputs: Any, expected: list[tuple[int, ...]], tie: float, report: Report) -> None:
-    """Compare outputs with what they must be."""
+    """Compare outputs with what they must be; none at all are an error, too."""
+    if not outputs:
+        report.errors.append("no request was answered")
     for number, (output, tokens) in enumerate(zip(outputs, expected, strict=True)):
         if output.tokens == tokens:
             continue
@@ -200,54 +250,84 @@ def compare(pipeline: Pipeline, outputs: Any, expected: list[tuple[int, ...]], t
             report.errors.append(f"request {number} differs at token {first}: {output.tokens} instead of {tokens}")
 
 
-def run_case(case: str, options: argparse.Namespace) -> Report:
-    """Build a case's pipeline, put load on it and compare."""
-    rng = random.Random(options.seed)
-    report = Report(case)
-    pipeline = build(case, options.device, options.draft_len, options.batch_size)
-    print(f"{case}: built; decoding the prompts without overlap", file=sys.stderr, flush=True)
-    prompts = make_prompts(pipeline, options.prompts, 40, options.tokens, rng)
-    print(f"{case}: {options.steps} steps with overlap", file=sys.stderr, flush=True)
-    engine = CountingEngine(cast(EagleWrapper, pipeline.model), pipeline.cm, overlap=True)
+def serve(engine: Engine, prompts: list[Prompt], steps: int, rng: random.Random) -> list[tuple[int, ...]]:
+    """Put load on an engine for so many steps, and finish what it has then; gives what each request must get.
+
+    Raises:
+        RequestTooLargeError: a request that could never run.
+    """
     expected: list[tuple[int, ...]] = []
     coming = arrivals(rng)
+    while engine.steps < steps or engine.has_work:
+        if engine.steps < steps:
+            for _ in range(max(next(coming), not engine.has_work) if len(engine._waiting) < 8 else 0):
+                request, tokens = random_request(rng.choice(prompts), rng)
+                engine.submit(request)
+                expected.append(tokens)
+        engine.step()
+    return expected
+
+
+def check_given_back(engine: Engine, report: Report) -> None:
+    """Every page and slot must have come back."""
+    kept = 1 if engine._batch_sizes else 0
+    if engine.page_allocator.num_free != engine.page_allocator.num_pages - kept:
+        report.errors.append("pages were not given back")
+    if engine.slot_allocator.num_free != engine.cm.info.max_batch_size:
+        report.errors.append("slots were not given back")
+
+
+def run_case(case: str, options: argparse.Namespace) -> Report:
+    """Build a case's pipeline, put load on it and compare.
+
+    Raises:
+        UsageError: the pipeline cannot be built with the sizes asked for, or the requests do not fit it.
+    """
+    rng = random.Random(options.seed)
+    report = Report(case)
+    try:
+        pipeline = build(case, options.device, options.draft_len, options.batch_size)
+        print(f"{case}: built; decoding the prompts without overlap", file=sys.stderr, flush=True)
+        prompts = make_prompts(pipeline, options.prompts, 40, options.tokens, rng)
+    except ValueError as error:
+        raise UsageError(f"{case}: {error}") from error
+    print(f"{case}: {options.steps} steps with overlap", file=sys.stderr, flush=True)
+    engine = CountingEngine(cast(EagleWrapper, pipeline.model), pipeline.cm, overlap=True)
+    tie = options.tie if options.tie is not None else 0.1 if "flashinfer" in case else 1e-4
     watched = contextlib.nullcontext() if options.no_sanitizer else sanitize(pipeline.cm, pipeline.model)
     start = time.perf_counter()
     try:
         with record_mirrors(pipeline.cm) as transfers, watched as sanitizer:
-            while engine.steps < options.steps or engine.has_work:
-                if engine.steps < options.steps:
-                    for _ in range(max(next(coming), not engine.has_work) if len(engine._waiting) < 8 else 0):
-                        request, tokens = random_request(rng.choice(prompts), rng)
-                        engine.submit(request)
-                        expected.append(tokens)
-                engine.step()
+            expected = serve(engine, prompts, options.steps, rng)
         if options.device == "cuda":
             torch.cuda.synchronize()
         report.seconds = time.perf_counter() - start
         report.checked = sanitizer.checked if sanitizer is not None else 0
         report.transfers = len(transfers)
         result = engine.result()
-        compare(pipeline, result.outputs, expected, options.tie, report)
+        compare(pipeline, result.outputs, expected, tie, report)
         report.steps, report.requests, report.tokens = result.steps, len(expected), result.generated_tokens
         report.mixed = result.batches.get("mixed", 0)
+    except RequestTooLargeError as error:
+        raise UsageError(f"{case}: {error}") from error
     except Exception as error:  # reported like any other finding; the cases after it run
         report.errors.append(f"{type(error).__name__}: {error}")
         report.steps = engine.steps
         return report
     report.for_nothing, report.filled = engine.for_nothing, engine.filled
-    kept = 1 if engine._batch_sizes else 0
-    if engine.page_allocator.num_free != engine.page_allocator.num_pages - kept:
-        report.errors.append("pages were not given back")
-    if engine.slot_allocator.num_free != pipeline.cm.info.max_batch_size:
-        report.errors.append("slots were not given back")
+    check_given_back(engine, report)
     return report
 
 
-def available(case: str, device: str) -> bool:
-    """Whether this machine can run a case."""
-    needs_flashinfer = "flashinfer" in case and importlib.util.find_spec("flashinfer") is None
-    return not needs_flashinfer and (device == "cuda" or not CASES[case][2])
+def why_not(case: str, device: str) -> str | None:
+    """Why this machine cannot run a case on a device; None: it can."""
+    if device == "cuda" and not torch.cuda.is_available():
+        return "PyTorch finds no GPU here"
+    if CASES[case][2] and device != "cuda":
+        return "it needs a GPU"
+    if "flashinfer" in case and importlib.util.find_spec("flashinfer") is None:
+        return "FlashInfer is not installed (pip install 'auto_deploy_ext[gpu]')"
+    return reason_without_triton(torch.device(device)) if "triton" in case or "fused" in case else None
 
 
 def table(reports: list[Report]) -> str:
@@ -260,50 +340,118 @@ def table(reports: list[Report]) -> str:
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
 
 
+def case_name(text: str) -> str:
+    """The name of a case, as a type for argparse.
+
+    Raises:
+        argparse.ArgumentTypeError: there is no such case.
+    """
+    if text not in CASES:
+        raise argparse.ArgumentTypeError(unknown_name_message("case", text, CASES))
+    return text
+
+
+def closeness(text: str) -> float:
+    """A finite number of at least 0, as a type for argparse.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    value = finite(text)
+    if value is None or value < 0:
+        raise argparse.ArgumentTypeError(f"must be a number of at least 0, got {text!r}")
+    return value
+
+
+def writable(text: str) -> Path:
+    """A file that can be written in the end, as a type for argparse.
+
+    Raises:
+        argparse.ArgumentTypeError: it cannot.
+    """
+    reason = why_not_writable(Path(text))
+    if reason is not None:
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: {reason}; name another file")
+    return Path(text)
+
+
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line; `--memcheck` changes the defaults."""
+    """The command line; `--memcheck` changes the defaults. `left_out` says which cases cannot run, and why."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="*", choices=sorted(CASES), help="default: all that this machine can run")
-    parser.add_argument("--steps", type=int, help="launched forwards per case (default 2000)")
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        type=case_name,
+        metavar="CASE",
+        help=f"of {', '.join(CASES)} (default: all that this machine can run)",
+    )
+    parser.add_argument("--steps", type=positive, help="launched forwards per case (default 2000)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--draft-len", type=int, default=3)
-    parser.add_argument("--batch-size", type=int, default=5)
-    parser.add_argument("--prompts", type=int, help="different prompts (default 40)")
-    parser.add_argument("--tokens", type=int, help="longest output, at least 4 (default 40)")
-    parser.add_argument("--tie", type=float, help="two logits closer than this are equal (default 1e-4, bfloat16 0.1)")
+    parser.add_argument("--draft-len", type=positive, default=3)
+    parser.add_argument("--batch-size", type=positive, default=5)
+    parser.add_argument("--prompts", type=positive, help="different prompts (default 40)")
+    parser.add_argument("--tokens", type=positive, help=f"longest output, at least {FEWEST_TOKENS} (default 40)")
+    parser.add_argument(
+        "--tie", type=closeness, help="two logits closer than this are equal (default 1e-4, bfloat16 0.1)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-sanitizer", action="store_true", help="let the host run ahead as it would in production")
     parser.add_argument("--memcheck", action="store_true", help="a short run for compute-sanitizer; see above")
-    parser.add_argument("--json", type=Path, help="write the reports to a file")
+    parser.add_argument("--json", type=writable, metavar="FILE", help="write the reports to a file")
     options = parser.parse_args(arguments)
     options.no_sanitizer |= options.memcheck
-    options.steps = options.steps or (12 if options.memcheck else 2000)
-    options.prompts = options.prompts or (3 if options.memcheck else 40)
-    options.tokens = options.tokens or (8 if options.memcheck else 40)
-    if options.tokens < 4:
-        parser.error(f"--tokens: outputs of {options.tokens} are too short to end in different places; take 4 or more")
-    wanted = options.cases or (MEMCHECK_CASES if options.memcheck else tuple(CASES))
-    options.cases = [case for case in wanted if available(case, options.device)]
+    for name, default in (MEMCHECK_LOAD if options.memcheck else LOAD).items():
+        if getattr(options, name) is None:
+            setattr(options, name, default)
+    if options.tokens < FEWEST_TOKENS:
+        parser.error(
+            f"argument --tokens: outputs of {options.tokens} are too short to end in different places; "
+            f"take {FEWEST_TOKENS} or more"
+        )
+    wanted = options.cases or (MEMCHECK_CASES if options.memcheck else CASES)
+    reasons = {case: why_not(case, options.device) for case in wanted}
+    options.cases = [case for case, reason in reasons.items() if reason is None]
+    options.left_out = [f"{case} is left out: {reason}" for case, reason in reasons.items() if reason is not None]
+    if not options.cases:
+        parser.error(f"there is no case to run; {'; '.join(options.left_out)}")
     return options
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the cases; 0 if every request of every case got its tokens."""
-    options = parse(arguments)
-    tie, reports = options.tie, []
+def run_cases(options: argparse.Namespace) -> list[Report]:
+    """Run the cases, and say on stderr what was wrong; all configs are read before the first is built.
+
+    Raises:
+        ConfigError: a draft does not fit a page.
+        UsageError: see `run_case`.
+    """
     for case in options.cases:
-        options.tie = tie if tie is not None else 0.1 if "flashinfer" in case else 1e-4
+        config_of(case, options.device, options.draft_len, options.batch_size)
+    reports = []
+    for case in options.cases:
         reports.append(run_case(case, options))
         for error in reports[-1].errors:
             print(f"{case}: {error}", file=sys.stderr)
+    return reports
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the cases; 0 if every request of every case got its tokens, 2 if they cannot run as they are asked for."""
+    options = parse(arguments)
+    for line in options.left_out:
+        print(line, file=sys.stderr)
+    try:
+        reports = run_cases(options)
+    except (ConfigError, UsageError) as error:
+        print(f"overlap_stress: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
     print(table(reports))
     if options.json is not None:
         versions = {"torch": torch.__version__, "device": options.device}
         if options.device == "cuda":
             versions["gpu"] = torch.cuda.get_device_name()
         content = {**versions, "seed": options.seed, "cases": [asdict(report) for report in reports]}
-        options.json.write_text(json.dumps(content, indent=1) + "\n")
-    return 1 if not reports or any(report.errors for report in reports) else 0
+        write_text(options.json, json.dumps(content, indent=1) + "\n")
+    return 1 if any(report.errors for report in reports) else 0
 
 
 if __name__ == "__main__":

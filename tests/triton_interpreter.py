@@ -16,10 +16,14 @@ _patch_lang_tensor = interpreter._patch_lang_tensor
 _create_dot = interpreter.InterpreterBuilder.create_dot
 
 
-def _patched(tensor: Any, scope: Any) -> None:
-    """NumPy 2.4 makes no int of an array with a dimension; the interpreter's scalars, loop bounds too, have one."""
-    _patch_lang_tensor(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+def _patched(tensor: Any, *scope: Any) -> None:
+    """NumPy 2.4 makes no int of an array with a dimension; the interpreter's scalars, loop bounds too, have one.
+
+    Triton 3.5 patches for good; later releases within a scope, which takes it back.
+    """
+    _patch_lang_tensor(tensor, *scope)
+    set_attribute = scope[0].set_attr if scope else setattr
+    set_attribute(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
 
 def _as_float(operand: Any) -> Any:

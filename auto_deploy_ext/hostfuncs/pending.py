@@ -362,9 +362,13 @@ _defaults_lock = threading.Lock()
 
 
 def _all_owners() -> list[HostFuncOwner]:
-    """The owners of this process; other threads may make more meanwhile."""
-    with _owners_lock:
-        return list(_owners)
+    """The owners of this process; other threads may make more meanwhile, or drop some."""
+    while True:
+        try:
+            with _owners_lock:
+                return list(_owners)
+        except RuntimeError:  # "Set changed size": another thread has dropped one between two of them
+            continue
 
 
 def anything_pending() -> bool:
