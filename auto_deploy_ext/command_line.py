@@ -6,7 +6,7 @@ import argparse
 import math
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -33,6 +33,37 @@ def finite(text: str) -> float | None:
     except ValueError:
         return None
     return value if math.isfinite(value) else None
+
+
+def one_of(kind: str, names: Iterable[str]) -> Callable[[str], str]:
+    """A type for argparse: one of some names; another one is answered with the closest of them.
+
+    Args:
+        kind: what they are names of.
+        names: of which there is one at least.
+    """
+    known = tuple(names)
+
+    def name(text: str) -> str:
+        if text not in known:
+            from .embedded.custom_ops.input_buffer import unknown_name_message
+
+            raise argparse.ArgumentTypeError(unknown_name_message(kind, text, known))
+        return text
+
+    return name
+
+
+def writable(text: str) -> Path:
+    """A file that can be written in the end, as a type for argparse.
+
+    Raises:
+        argparse.ArgumentTypeError: it cannot.
+    """
+    reason = why_not_writable(Path(text))
+    if reason is not None:
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: {reason}; name another file")
+    return Path(text)
 
 
 def why_not_writable(path: Path, is_folder: bool = False) -> str | None:

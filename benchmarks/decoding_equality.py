@@ -29,9 +29,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from auto_deploy_ext.command_line import positive, why_not_writable
+from auto_deploy_ext.command_line import one_of, positive, writable
 from auto_deploy_ext.embedded.config import ConfigError, load_config
-from auto_deploy_ext.embedded.custom_ops.input_buffer import unknown_name_message
 from auto_deploy_ext.embedded.equality import Reference
 from auto_deploy_ext.embedded.generation import generate
 from auto_deploy_ext.embedded.models.custom.modeling_eagle import EagleWrapper
@@ -312,40 +311,6 @@ def not_measured(way: Way, found: Container[tuple[Way, bool]]) -> Iterator[dict[
 # ---------------------------------------------------------------- command line
 
 
-def attention_pair(text: str) -> str:
-    """A key of `ATTENTION`, as a type for argparse.
-
-    Raises:
-        argparse.ArgumentTypeError: it is none.
-    """
-    if text not in ATTENTION:
-        raise argparse.ArgumentTypeError(unknown_name_message("pair of attention backends", text, ATTENTION))
-    return text
-
-
-def dtype_name(text: str) -> str:
-    """One of `DTYPES`, as a type for argparse.
-
-    Raises:
-        argparse.ArgumentTypeError: it is none.
-    """
-    if text not in DTYPES:
-        raise argparse.ArgumentTypeError(unknown_name_message("dtype", text, DTYPES))
-    return text
-
-
-def writable(text: str) -> Path:
-    """A file that can be written in the end, as a type for argparse.
-
-    Raises:
-        argparse.ArgumentTypeError: it cannot.
-    """
-    reason = why_not_writable(Path(text))
-    if reason is not None:
-        raise argparse.ArgumentTypeError(f"{text} cannot be written: {reason}; name another file")
-    return Path(text)
-
-
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -353,7 +318,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--attn",
         nargs="+",
-        type=attention_pair,
+        type=one_of("pair of attention backends", ATTENTION),
         default=list(ATTENTION),
         metavar="TARGET:DRAFT",
         help=f"of {', '.join(ATTENTION)} (default: all)",
@@ -361,7 +326,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--dtype",
         nargs="+",
-        type=dtype_name,
+        type=one_of("dtype", DTYPES),
         default=list(DTYPES),
         metavar="DTYPE",
         help=f"of {', '.join(DTYPES)} (default: both)",

@@ -27,15 +27,13 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 
 from auto_deploy_ext import record_mirrors, sanitize
-from auto_deploy_ext.command_line import finite, positive, why_not_writable
+from auto_deploy_ext.command_line import finite, one_of, positive, writable
 from auto_deploy_ext.embedded.config import ConfigError, EmbeddedConfig, load_config
-from auto_deploy_ext.embedded.custom_ops.input_buffer import unknown_name_message
 from auto_deploy_ext.embedded.generation import Engine, generate
 from auto_deploy_ext.embedded.models.custom.modeling_eagle import EagleWrapper
 from auto_deploy_ext.embedded.pipeline import Pipeline, build_pipeline
@@ -340,17 +338,6 @@ def table(reports: list[Report]) -> str:
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
 
 
-def case_name(text: str) -> str:
-    """The name of a case, as a type for argparse.
-
-    Raises:
-        argparse.ArgumentTypeError: there is no such case.
-    """
-    if text not in CASES:
-        raise argparse.ArgumentTypeError(unknown_name_message("case", text, CASES))
-    return text
-
-
 def closeness(text: str) -> float:
     """A finite number of at least 0, as a type for argparse.
 
@@ -363,25 +350,13 @@ def closeness(text: str) -> float:
     return value
 
 
-def writable(text: str) -> Path:
-    """A file that can be written in the end, as a type for argparse.
-
-    Raises:
-        argparse.ArgumentTypeError: it cannot.
-    """
-    reason = why_not_writable(Path(text))
-    if reason is not None:
-        raise argparse.ArgumentTypeError(f"{text} cannot be written: {reason}; name another file")
-    return Path(text)
-
-
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line; `--memcheck` changes the defaults. `left_out` says which cases cannot run, and why."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--cases",
         nargs="+",
-        type=case_name,
+        type=one_of("case", CASES),
         metavar="CASE",
         help=f"of {', '.join(CASES)} (default: all that this machine can run)",
     )

@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import argparse
 import cProfile
-import gc
 import pstats
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +27,7 @@ from auto_deploy_ext.bench.cells import POLICIES, Backend, BenchError, Variant, 
 from auto_deploy_ext.bench.measure import Steps
 from auto_deploy_ext.bench.pipelines import Limits, ModelSource
 from auto_deploy_ext.bench.policies import make_forwards
+from auto_deploy_ext.bench.session import without_collection
 from auto_deploy_ext.command_line import positive
 from auto_deploy_ext.embedded.config import ConfigError
 from auto_deploy_ext.embedded.custom_ops.attention_interface import AttentionRegistry
@@ -97,17 +96,6 @@ def build(source: ModelSource, variants: Sequence[Variant], options: argparse.Na
     for variant in variants:
         steps.warm_up(variant)
     return steps
-
-
-@contextmanager
-def without_garbage_collection() -> Iterator[None]:
-    """No step pays for a collection inside."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def step_times(steps: Steps, variants: Sequence[Variant], repetitions: int) -> dict[Variant, list[float]]:
@@ -207,7 +195,7 @@ def compare(options: argparse.Namespace) -> None:
     source = source_of(options)
     variants = [Variant(policy, not options.unfused) for policy in options.policies]
     steps = build(source, variants, options)
-    with without_garbage_collection():
+    with without_collection():
         blocks = step_times(steps, variants, options.repetitions)
         gpu = torch.cuda.get_device_name() if source.config.torch_device.type == "cuda" else "no GPU"
         backend = Backend(options.attn, options.compile, options.k)

@@ -576,6 +576,17 @@ def test_merging_takes_no_option_of_a_measurement(tmp_path, capsys):
     assert not (tmp_path / "merged.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("option", "text", "answer"),
+    [("--policies", "rplay", "unknown policy 'rplay'; did you mean 'replay'?"), ("--parts", "cell", "'cells'?")],
+)
+def test_a_misspelled_name_gets_the_closest_one(option, text, answer, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["bench", option, text])
+    assert exit_.value.code == EXIT_USAGE
+    assert answer in capsys.readouterr().err
+
+
 def test_a_result_goes_through_links_and_into_pipes(tmp_path):
     """What is no plain file is written to, not replaced."""
     whole = tmp_path / "whole.json"

@@ -114,6 +114,11 @@ class ScopeHostMirrors(BaseTransform):
     def _post_init(self) -> None:
         if self.config.run_per_gm:
             raise ValueError("scope_host_mirrors runs on the whole model: leave run_per_gm at false")
+        if self.config.stage < Stages.CACHE_INIT:
+            raise ValueError(
+                f"scope_host_mirrors: stage {self.config.stage.value} comes before cache_init, where models get the "
+                "arguments that mirrors are for; set stage: cache_init, last in that stage"
+            )
         self._options = self.config.options()
 
     def _apply_to_full_model(

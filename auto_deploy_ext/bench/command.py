@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from ..command_line import finite, one_thread, positive, why_not_writable
+from ..command_line import finite, one_of, one_thread, positive, why_not_writable
 from .cells import POLICIES, BenchError
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def add_parser(commands: Any) -> None:
     what.add_argument(
         "--parts",
         nargs="+",
-        choices=PARTS,
+        type=one_of("part", PARTS),
         metavar="PART",
         default=["cells", "launches"],
         help="cells: the matrix; launches: kernels between the models, with and without fusion; scale: step time over "
@@ -99,7 +99,7 @@ def add_parser(commands: Any) -> None:
     what.add_argument(
         "--policies",
         nargs="+",
-        choices=POLICIES,
+        type=one_of("policy", POLICIES),
         default=list(POLICIES),
         metavar="POLICY",
         help="see below; default: all",

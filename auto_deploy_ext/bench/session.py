@@ -282,7 +282,7 @@ class Session:
         while length > RING and FEWEST_REPETITIONS * (2 + length) * sum(first.values()) > left:
             length -= RING
         blocks: dict[Variant, list[Block]] = {variant: [] for variant in variants}
-        with _without_collection():
+        with without_collection():
             for repetition in range(self.effort.repetitions):
                 fewest = SETTLED_REPETITIONS if self.remaining > reserve else FEWEST_REPETITIONS
                 if repetition >= fewest and self.clock() - begin > share:
@@ -386,7 +386,7 @@ def _block_length(seconds: float, step: float) -> int:
 
 
 @contextmanager
-def _without_collection() -> Iterator[None]:
+def without_collection() -> Iterator[None]:
     """No garbage collection meanwhile, whose pauses would hit one policy or another."""
     gc.collect()
     gc.disable()
@@ -396,4 +396,13 @@ def _without_collection() -> Iterator[None]:
         gc.enable()
 
 
-__all__ = ["FEWEST_REPETITIONS", "DeviceLostError", "Effort", "Findings", "LeftOut", "Measured", "Session"]
+__all__ = [
+    "FEWEST_REPETITIONS",
+    "DeviceLostError",
+    "Effort",
+    "Findings",
+    "LeftOut",
+    "Measured",
+    "Session",
+    "without_collection",
+]

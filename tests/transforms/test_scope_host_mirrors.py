@@ -543,3 +543,10 @@ def test_without_any_one_name_some_consumer_reads_a_stale_mirror(
     scope_graphs({"graph": gm}, cm, ScopeOptions(strategy=strategy))
     for node, name in moved_names(gm):
         assert any(stale_reads(gm, cm, drop=(node, name))), f"{name} of {node.format_node()} is of no use"
+
+
+@pytest.mark.parametrize("stage", ["export", "post_load_fusion"])
+def test_a_stage_before_the_caches_is_refused(stage: str) -> None:
+    with pytest.raises(ValueError, match=f"stage {stage} comes before cache_init.*; set stage: cache_init"):
+        TransformRegistry.get("scope_host_mirrors").from_kwargs(stage=stage)
+    TransformRegistry.get("scope_host_mirrors").from_kwargs(stage="compile")
