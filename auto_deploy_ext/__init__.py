@@ -28,25 +28,25 @@ from .binding import (  # noqa: E402
 if TYPE_CHECKING:
     from .effects import register_host_reader, register_mutation
     from .hostfuncs import drain_hostfuncs, hostfunc, hostfuncs_pending
-    from .mirror_plan import MirrorPlan, plan
-    from .mirrors import record_mirrors
     from .orchestrator import UntraceableError, orchestrator_graphs, trace_orchestrator
-    from .sanitizer import StaleHostMirrorError, sanitize
+    from .reports.mirror_plan import MirrorPlan, plan
+    from .runtime.mirrors import record_mirrors
+    from .runtime.sanitizer import StaleHostMirrorError, sanitize
 
 #: public name -> the submodule that defines it; imported when first used.
 _LAZY = {
-    "MirrorPlan": "mirror_plan",
-    "StaleHostMirrorError": "sanitizer",
+    "MirrorPlan": "reports.mirror_plan",
+    "StaleHostMirrorError": "runtime.sanitizer",
     "UntraceableError": "orchestrator",
     "drain_hostfuncs": "hostfuncs",
     "hostfunc": "hostfuncs",
     "hostfuncs_pending": "hostfuncs",
     "orchestrator_graphs": "orchestrator",
-    "plan": "mirror_plan",
-    "record_mirrors": "mirrors",
+    "plan": "reports.mirror_plan",
+    "record_mirrors": "runtime.mirrors",
     "register_host_reader": "effects",
     "register_mutation": "effects",
-    "sanitize": "sanitizer",
+    "sanitize": "runtime.sanitizer",
     "trace_orchestrator": "orchestrator",
 }
 

@@ -29,7 +29,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from auto_deploy_ext.command_line import one_of, positive, writable
+from auto_deploy_ext.commands.command_line import one_of, positive, writable
+from auto_deploy_ext.commands.report import write_text
 from auto_deploy_ext.embedded.config import ConfigError, load_config
 from auto_deploy_ext.embedded.equality import Reference
 from auto_deploy_ext.embedded.generation import generate
@@ -38,7 +39,6 @@ from auto_deploy_ext.embedded.pipeline import Pipeline, build_pipeline
 from auto_deploy_ext.embedded.requests import RequestTooLargeError
 from auto_deploy_ext.embedded.tokenizer import ByteTokenizer
 from auto_deploy_ext.kernels import has_triton
-from auto_deploy_ext.report import write_text
 
 #: attention of target and drafter, and in which ways a device can compile it, by what captured graphs contain.
 ATTENTION: dict[str, tuple[str, ...]] = {

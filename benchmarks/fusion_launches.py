@@ -32,12 +32,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from auto_deploy_ext import SequenceInfo, fused_mutations, orchestrator_graphs
+from auto_deploy_ext import SequenceInfo, orchestrator_graphs
 from auto_deploy_ext.embedded.config import load_config
 from auto_deploy_ext.embedded.pipeline import Pipeline, build_pipeline
-from auto_deploy_ext.fused_mutations import Part
-from auto_deploy_ext.fusion import fuse_graphs
-from auto_deploy_ext.scoping import ScopeOptions, scope_module
+from auto_deploy_ext.rewriting.fusion import fuse_graphs
+from auto_deploy_ext.rewriting.scoping import ScopeOptions, scope_module
+from auto_deploy_ext.runtime import fused_mutations
+from auto_deploy_ext.runtime.fused_mutations import Part
 
 BATCHES = (1, 8, 64)
 DRAFT_LENGTH = 6

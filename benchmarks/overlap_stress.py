@@ -7,7 +7,7 @@ difference are looked at: closer than `--tie` is a tie, which rounding decides (
 At the end every page and slot must have come back. The exit code is 1 if anything was wrong, 2 for a wrong command.
 
 Under the sanitizer each mutation is followed one by one. The short way that the mirrors of a fused run take otherwise
-(`auto_deploy_ext.replay.PreparedReplay`) is exercised by the fused cases with `--no-sanitizer`.
+(`auto_deploy_ext.runtime.replay.PreparedReplay`) is exercised by the fused cases with `--no-sanitizer`.
 
     python benchmarks/overlap_stress.py                                   # all cases that this machine has, 2,000 steps
     python benchmarks/overlap_stress.py --steps 150 --cases torch_paged   # short
@@ -32,14 +32,14 @@ from typing import Any, cast
 import torch
 
 from auto_deploy_ext import record_mirrors, sanitize
-from auto_deploy_ext.command_line import finite, one_of, positive, writable
+from auto_deploy_ext.commands.command_line import finite, one_of, positive, writable
+from auto_deploy_ext.commands.report import write_text
 from auto_deploy_ext.embedded.config import ConfigError, EmbeddedConfig, load_config
 from auto_deploy_ext.embedded.generation import Engine, generate
 from auto_deploy_ext.embedded.models.custom.modeling_eagle import EagleWrapper
 from auto_deploy_ext.embedded.pipeline import Pipeline, build_pipeline
 from auto_deploy_ext.embedded.requests import Request, RequestTooLargeError
-from auto_deploy_ext.fusion import reason_without_triton
-from auto_deploy_ext.report import write_text
+from auto_deploy_ext.rewriting.fusion import reason_without_triton
 
 FUSED = {"transforms.fuse_metadata_mutations.stage": "cache_init"}
 #: by name: the config, what is changed in it, and whether it needs a GPU.

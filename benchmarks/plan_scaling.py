@@ -34,7 +34,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from auto_deploy_ext import CachedSequenceInterface
 from auto_deploy_ext.orchestrator import ops
-from auto_deploy_ext.scoping import ScopeOptions, scope_graphs
+from auto_deploy_ext.rewriting.scoping import ScopeOptions, scope_graphs
 
 SIZES = (1_000, 10_000, 100_000)
 STRATEGIES = ("auto", "override", "copy", "replay")

@@ -33,11 +33,11 @@ from transformers import AutoModelForCausalLM
 
 from auto_deploy_ext.bench.cells import Backend
 from auto_deploy_ext.bench.pipelines import BenchPipeline, Limits, ModelSource
-from auto_deploy_ext.command_line import positive
-from auto_deploy_ext.decode_run import DecodeOptions, Decoder
+from auto_deploy_ext.commands.command_line import positive
+from auto_deploy_ext.commands.decode_run import DecodeOptions, Decoder
+from auto_deploy_ext.commands.report import write_text
 from auto_deploy_ext.embedded.tokenizer import load_tokenizer
 from auto_deploy_ext.embedded.transform.optimizer import InferenceOptimizer
-from auto_deploy_ext.report import write_text
 
 PROMPTS = Path(__file__).parent / "data" / "smollm2_prompts.json"
 STRATEGIES = ("auto", "replay", "copy", "override")

@@ -28,11 +28,11 @@ from auto_deploy_ext.bench.measure import Steps
 from auto_deploy_ext.bench.pipelines import Limits, ModelSource
 from auto_deploy_ext.bench.policies import make_forwards
 from auto_deploy_ext.bench.session import without_collection
-from auto_deploy_ext.command_line import positive
+from auto_deploy_ext.commands.command_line import positive
 from auto_deploy_ext.embedded.config import ConfigError
 from auto_deploy_ext.embedded.custom_ops.attention_interface import AttentionRegistry
 from auto_deploy_ext.embedded.pipeline import use_device
-from auto_deploy_ext.fusion import reason_without_triton
+from auto_deploy_ext.rewriting.fusion import reason_without_triton
 
 STEPS = 64
 LINES = 30

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from auto_deploy_ext import fused_mutations
 from auto_deploy_ext.embedded.custom_ops.attention_interface import SequenceInfo
-from auto_deploy_ext.fused_mutations import COPY_NAME, OFFSET_NAME, SWITCH_NAME, Part
+from auto_deploy_ext.runtime import fused_mutations
+from auto_deploy_ext.runtime.fused_mutations import COPY_NAME, OFFSET_NAME, SWITCH_NAME, Part
 
 TOKENS_PER_BLOCK = 4
 

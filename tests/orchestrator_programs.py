@@ -26,7 +26,7 @@ from torch.fx import Graph, GraphModule, Node
 from auto_deploy_ext import CachedSequenceInterface
 from auto_deploy_ext.effects import MUTATIONS, buffer_of, is_mirror, mirror_of
 from auto_deploy_ext.orchestrator import ops
-from auto_deploy_ext.refresh import bring_up_to_date, ensure_fresh
+from auto_deploy_ext.runtime.refresh import bring_up_to_date, ensure_fresh
 
 Step = Any
 SWITCH = "switch_to_generate_"

@@ -26,7 +26,7 @@ from torch.fx import Graph, GraphModule, Node
 from auto_deploy_ext import CachedSequenceInterface
 from auto_deploy_ext.effects import MUTATIONS, buffer_of, mirror_of
 from auto_deploy_ext.embedded.shim.interface import KvCacheConfig
-from auto_deploy_ext.mirrors import Transfer
+from auto_deploy_ext.runtime.mirrors import Transfer
 
 Step = tuple[Any, ...]
 SWITCH, OFFSET = "switch_to_generate_", "offset_pos_and_cache_"

@@ -18,10 +18,10 @@ from auto_deploy_ext.embedded.models.factory import ModelFactory, ModelFactoryRe
 from auto_deploy_ext.embedded.pipeline import Pipeline, make_interface
 from auto_deploy_ext.embedded.requests import Request
 from auto_deploy_ext.embedded.tokenizer import ByteTokenizer
-from auto_deploy_ext.mirrors import Transfer
 from auto_deploy_ext.orchestrator import ops
 from auto_deploy_ext.orchestrator.dispatch import original_forward
-from auto_deploy_ext.scoping import ScopeOptions, scope_module
+from auto_deploy_ext.rewriting.scoping import ScopeOptions, scope_module
+from auto_deploy_ext.runtime.mirrors import Transfer
 
 CONFIGS = ("eagle3_llama", "eagle3_llama_paged", "mtp_hybrid")
 DRAFT_LENGTHS = range(1, 7)

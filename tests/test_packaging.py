@@ -78,7 +78,7 @@ def test_the_wheel_carries_the_licence_and_the_command(wheel):
     (licence,) = (name for name in names if name.endswith("licenses/LICENSE"))
     assert wheel.read(licence) == (ROOT / "LICENSE").read_bytes()
     (entry_points,) = (name for name in names if name.endswith("entry_points.txt"))
-    assert b"auto-deploy-ext = auto_deploy_ext.cli:main" in wheel.read(entry_points)
+    assert b"auto-deploy-ext = auto_deploy_ext.commands.cli:main" in wheel.read(entry_points)
 
 
 def test_the_package_imports_from_an_unpacked_wheel(wheel, tmp_path):

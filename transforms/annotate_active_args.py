@@ -9,6 +9,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from auto_deploy_ext.active_args import META_KEY, annotate
+from auto_deploy_ext.analysis.interface_nodes import is_orchestrator_graph
 from auto_deploy_ext.binding import (
     BaseTransform,
     SharedConfig,
@@ -17,9 +18,8 @@ from auto_deploy_ext.binding import (
     TransformInfo,
     register_transform,
 )
-from auto_deploy_ext.interface_nodes import is_orchestrator_graph
 from auto_deploy_ext.orchestrator import orchestrator_graphs
-from auto_deploy_ext.rewrite import annotate_calls
+from auto_deploy_ext.rewriting.rewrite import annotate_calls
 
 
 class AnnotateActiveArgsConfig(TransformConfig):

@@ -15,7 +15,7 @@ from auto_deploy_ext.binding import (
     TransformInfo,
     register_transform,
 )
-from auto_deploy_ext.capture import EAGER_BACKENDS, CaptureError, require_capturable
+from auto_deploy_ext.reports.capture import EAGER_BACKENDS, CaptureError, require_capturable
 
 
 class CheckCaptureConfig(TransformConfig):

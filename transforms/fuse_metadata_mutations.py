@@ -17,8 +17,14 @@ from auto_deploy_ext.binding import (
     TransformInfo,
     register_transform,
 )
-from auto_deploy_ext.fusion import FusionError, fuse_graphs, fuse_variants_to_come, fused_runs, reason_not_to_fuse
 from auto_deploy_ext.orchestrator import find_orchestrator, is_orchestrator_graph, orchestrator_graphs
+from auto_deploy_ext.rewriting.fusion import (
+    FusionError,
+    fuse_graphs,
+    fuse_variants_to_come,
+    fused_runs,
+    reason_not_to_fuse,
+)
 
 
 class FuseMetadataMutationsConfig(TransformConfig):

@@ -15,8 +15,8 @@ from auto_deploy_ext.binding import (
     TransformInfo,
     register_transform,
 )
-from auto_deploy_ext.mirror_plan import MirrorPlan
-from auto_deploy_ext.scoping import ScopeOptions, scope_module
+from auto_deploy_ext.reports.mirror_plan import MirrorPlan
+from auto_deploy_ext.rewriting.scoping import ScopeOptions, scope_module
 
 
 class ScopeHostMirrorsConfig(TransformConfig):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from ..command_line import finite, one_of, one_thread, positive, why_not_writable
+from ..commands.command_line import finite, one_of, one_thread, positive, why_not_writable
 from .cells import POLICIES, BenchError
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ def bench_command(arguments: argparse.Namespace) -> int:
         BenchError: see `_measure`; or a file that is asked for cannot be written.
         MergeError: files that cannot be merged.
     """
-    from ..report import make_console
+    from ..commands.report import make_console
     from .plot import PlotError, check_available, write_plot
     from .results import load_result, merge_results
     from .show import summary
@@ -226,7 +226,7 @@ def bench_command(arguments: argparse.Namespace) -> int:
 
 def write_json(path: Path, result: Mapping[str, Any]) -> None:
     """Write a result with one line per cell; a file is there completely or not at all."""
-    from ..report import write_text
+    from ..commands.report import write_text
 
     parts = []
     for key, value in result.items():
@@ -348,7 +348,7 @@ class Plan:
         Raises:
             BenchError: fewer repetitions than a median needs, or sizes that the config cannot have.
         """
-        from ..fusion import reason_without_triton
+        from ..rewriting.fusion import reason_without_triton
         from .cells import Backend, Variant, groups_of, variants_of
         from .session import FEWEST_REPETITIONS
 

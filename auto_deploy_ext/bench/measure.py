@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from ..embedded.compile.captured_segments import SegmentedForward
-from ..mirrors import record_mirrors
 from ..orchestrator import Dispatcher
+from ..runtime.mirrors import record_mirrors
 from .batches import RING
 from .cells import Variant
 from .pipelines import BenchPipeline

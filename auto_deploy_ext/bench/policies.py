@@ -6,17 +6,17 @@ import copy
 from collections.abc import Iterable
 from typing import Any
 
+from ..analysis.events import Kind, Setting
+from ..analysis.program import collect
 from ..embedded.compile.captured_segments import SegmentedForward
-from ..events import Kind, Setting
-from ..fusion import fuse_graphs
 from ..orchestrator import Dispatcher, OrchestratorGraph, find_interface_arg, own_forward, trace_orchestrator
 from ..orchestrator.example_batches import set_batch
 from ..orchestrator.interface_state import preserved
 from ..orchestrator.rebound import unbound_original
-from ..program import collect
-from ..rewrite import apply_edits
-from ..scoping import ScopeOptions, scope_graphs
-from ..strategies import STRATEGIES, Analysis, Edits, HostTraits
+from ..rewriting.fusion import fuse_graphs
+from ..rewriting.rewrite import apply_edits
+from ..rewriting.scoping import ScopeOptions, scope_graphs
+from ..rewriting.strategies import STRATEGIES, Analysis, Edits, HostTraits
 from .cells import Variant
 from .pipelines import BenchPipeline
 

@@ -14,9 +14,9 @@ from typing import ClassVar
 
 import torch
 
-from auto_deploy_ext import host_mirrors, late_offset, metadata_arithmetic
 from auto_deploy_ext.effects import buffer_of, is_mirror
 from auto_deploy_ext.orchestrator.rebound import ReboundForward
+from auto_deploy_ext.runtime import host_mirrors, late_offset, metadata_arithmetic
 
 from .batch_rows import NO_PAGE, BatchRows
 from .compile.batch_sizes import padded_batch_size

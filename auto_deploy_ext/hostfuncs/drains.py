@@ -153,7 +153,7 @@ _HARMLESS_MODULES = frozenset(
     {"torch", "torch._C", "torch._tensor", "torch.cuda", "torch.functional", "torch.nn.functional", "torch.nn.init"}
     | {"torch._C._fft", "torch._C._linalg", "torch._C._nn", "torch._C._special"}
     | {"torch.fft", "torch.linalg", "torch.special", "_operator", "math"}
-    | {f"auto_deploy_ext.{own}" for own in ("hostfuncs.drains", "refresh")}
+    | {f"auto_deploy_ext.{own}" for own in ("hostfuncs.drains", "runtime.refresh")}
 )
 #: of their functions, those that call what they are given, whatever that is.
 _CALLERS = frozenset({"call"})

@@ -1,7 +1,7 @@
 """Triton kernels of metadata: a run of mutations in one launch, and the gathering of tokens.
 
 Importing this module needs Triton; `auto_deploy_ext.kernels` says so where it is missing. The reference of everything
-here is `auto_deploy_ext.metadata_arithmetic`.
+here is `auto_deploy_ext.runtime.metadata_arithmetic`.
 
 A launch of `mutate_metadata` has one program for what belongs to all pools (tokens, positions) and one per pool (its
 page table); within a program the parts of the run follow one another, with barriers between them, so that a part finds

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from auto_deploy_ext.consumer_check import check_graph
-from auto_deploy_ext.lent_results import lent
+from auto_deploy_ext.runtime.consumer_check import check_graph
+from auto_deploy_ext.runtime.lent_results import lent
 
 from .errors import UntraceableError
 from .finding import is_orchestrator_graph

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from auto_deploy_ext.host_mirrors import tracked_state
+from auto_deploy_ext.runtime.host_mirrors import tracked_state
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import has_side_effect
 
-from auto_deploy_ext import fused_mutations, host_mirrors, replay
+from auto_deploy_ext.runtime import fused_mutations, host_mirrors, replay
 
 Override = tuple[str, ...] | None
 

@@ -16,7 +16,7 @@ from auto_deploy_ext.embedded.custom_ops import flashinfer_planner
 from auto_deploy_ext.embedded.custom_ops.plan_ops import is_plan_op
 from auto_deploy_ext.embedded.generation import generate
 from auto_deploy_ext.embedded.pipeline import Pipeline, build_pipeline
-from auto_deploy_ext.sanitizer import sanitize
+from auto_deploy_ext.runtime.sanitizer import sanitize
 from tests.double import flashinfer as double
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the real ones")

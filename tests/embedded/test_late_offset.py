@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from auto_deploy_ext import host_mirrors, late_offset, record_mirrors, sanitize
+from auto_deploy_ext import record_mirrors, sanitize
 from auto_deploy_ext.embedded.custom_ops.attention_interface import SequenceInfo
 from auto_deploy_ext.embedded.custom_ops.metadata_mutations import OFFSET_WRITES
-from auto_deploy_ext.refresh import ensure_fresh
+from auto_deploy_ext.runtime import host_mirrors, late_offset
+from auto_deploy_ext.runtime.refresh import ensure_fresh
 
 OFFSET = [0, -2, -3]
 READ = ("cu_num_pages_host", "last_page_len_host", "seq_len_with_cache_host", "use_initial_states_host")

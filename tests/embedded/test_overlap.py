@@ -19,9 +19,9 @@ from auto_deploy_ext.embedded.models.custom.modeling_eagle import EagleWrapperOu
 from auto_deploy_ext.embedded.pipeline import Pipeline
 from auto_deploy_ext.embedded.requests import GenerationResult, Request, RequestTooLargeError, TokenEvent
 from auto_deploy_ext.embedded.shim.interface import CachedSequenceInterface, KvCacheConfig
-from auto_deploy_ext.late_offset import TRIGGER as LATE
 from auto_deploy_ext.orchestrator.dispatch import original_forward
-from auto_deploy_ext.scoping import ScopeOptions, scope_module
+from auto_deploy_ext.rewriting.scoping import ScopeOptions, scope_module
+from auto_deploy_ext.runtime.late_offset import TRIGGER as LATE
 from tests.test_decoding_equality import CONFIGS, LIMITS, OFFSET, PROMPTS, make_pipeline, shared_pipeline
 
 

@@ -12,7 +12,7 @@ import yaml
 from auto_deploy_ext import kernels
 from auto_deploy_ext.bench.cells import Backend
 from auto_deploy_ext.bench.pipelines import Limits, ModelSource
-from auto_deploy_ext.cli import EXIT_OK, main
+from auto_deploy_ext.commands.cli import EXIT_OK, main
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or not kernels.has_triton(), reason="needs a GPU and Triton"

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from auto_deploy_ext import record_mirrors
-from auto_deploy_ext.capture import CaptureError
 from auto_deploy_ext.embedded.compile.captured_module import CapturedModule
 from auto_deploy_ext.embedded.config import load_config
 from auto_deploy_ext.embedded.generation import generate
@@ -24,6 +23,7 @@ from auto_deploy_ext.embedded.pipeline import Pipeline, build_pipeline
 from auto_deploy_ext.embedded.tokenizer import ByteTokenizer
 from auto_deploy_ext.orchestrator import original_forward
 from auto_deploy_ext.orchestrator.dispatch import dispatcher_of
+from auto_deploy_ext.reports.capture import CaptureError
 from tests.extend_batches import K, nest, step
 from tests.no_waits import synchronising_is_an_error
 

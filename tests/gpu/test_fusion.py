@@ -14,13 +14,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
-from auto_deploy_ext import fused_launch, fused_mutations, orchestrator_graphs, record_mirrors, sanitize
+from auto_deploy_ext import orchestrator_graphs, record_mirrors, sanitize
 from auto_deploy_ext.embedded.config import load_config
 from auto_deploy_ext.embedded.generation import generate
 from auto_deploy_ext.embedded.pipeline import Pipeline, build_pipeline
-from auto_deploy_ext.fused_mutations import COPY_NAME, OFFSET_NAME, SWITCH_NAME, Part
-from auto_deploy_ext.fusion import fuse_graphs, fused_runs
-from auto_deploy_ext.scoping import ScopeOptions, scope_graphs, scope_module
+from auto_deploy_ext.rewriting.fusion import fuse_graphs, fused_runs
+from auto_deploy_ext.rewriting.scoping import ScopeOptions, scope_graphs, scope_module
+from auto_deploy_ext.runtime import fused_launch, fused_mutations
+from auto_deploy_ext.runtime.fused_mutations import COPY_NAME, OFFSET_NAME, SWITCH_NAME, Part
 from tests.metadata_runs import TOKENS_PER_BLOCK, Batch, Row, batches, fused, in_use, one_by_one
 from tests.no_waits import synchronising_is_an_error
 from tests.strategy_programs import Batch as ProgramBatch

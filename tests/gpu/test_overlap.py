@@ -19,7 +19,7 @@ from auto_deploy_ext.embedded.generation import Engine, generate
 from auto_deploy_ext.embedded.pipeline import Pipeline, build_pipeline
 from auto_deploy_ext.embedded.requests import Request
 from auto_deploy_ext.embedded.tokenizer import ByteTokenizer
-from auto_deploy_ext.late_offset import TRIGGER as LATE
+from auto_deploy_ext.runtime.late_offset import TRIGGER as LATE
 from tests.embedded.test_overlap import CacheWatcher
 from tests.no_waits import synchronising_is_an_error
 

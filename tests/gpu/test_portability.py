@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from auto_deploy_ext import host, host_mirrors, record_mirrors
+from auto_deploy_ext import host, record_mirrors
 from auto_deploy_ext.orchestrator import ops
-from auto_deploy_ext.strategies import STRATEGIES
+from auto_deploy_ext.rewriting.strategies import STRATEGIES
+from auto_deploy_ext.runtime import host_mirrors
 from tests.double.tree import plant
 from tests.wrappers.harness import make_interface, nest, reference, same, scoped, step
 from tests.wrappers.library import Eagle, Mtp, StopsOnMirror, TwoDrafters

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from auto_deploy_ext import record_mirrors, replay
+from auto_deploy_ext import record_mirrors
 from auto_deploy_ext.embedded.compile.captured_segments import SegmentedForward
 from auto_deploy_ext.embedded.config import load_config
 from auto_deploy_ext.embedded.generation import generate
@@ -18,6 +18,7 @@ from auto_deploy_ext.embedded.in_flight import Landing, ResultCopies
 from auto_deploy_ext.embedded.pipeline import Pipeline, build_pipeline
 from auto_deploy_ext.embedded.tokenizer import ByteTokenizer
 from auto_deploy_ext.orchestrator.dispatch import dispatcher_of
+from auto_deploy_ext.runtime import replay
 from tests.extend_batches import K, nest, step
 from tests.no_waits import synchronising_is_an_error
 

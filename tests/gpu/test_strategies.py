@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from auto_deploy_ext import record_mirrors
-from auto_deploy_ext.copy_memory import StagingRing
 from auto_deploy_ext.effects import mirror_of
 from auto_deploy_ext.orchestrator import ops
-from auto_deploy_ext.scoping import ScopeOptions, scope_graphs
+from auto_deploy_ext.rewriting.scoping import ScopeOptions, scope_graphs
+from auto_deploy_ext.runtime.copy_memory import StagingRing
 from tests.no_waits import synchronising_is_an_error
 from tests.strategy_programs import (
     OFFSET,

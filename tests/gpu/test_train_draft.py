@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from auto_deploy_ext.cli import main
+from auto_deploy_ext.commands.cli import main
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -10,8 +10,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from auto_deploy_ext import fused_launch, fused_mutations, kernels
-from auto_deploy_ext.fused_mutations import COPY_NAME, OFFSET_NAME, SWITCH_NAME, Part
+from auto_deploy_ext import kernels
+from auto_deploy_ext.runtime import fused_launch, fused_mutations
+from auto_deploy_ext.runtime.fused_mutations import COPY_NAME, OFFSET_NAME, SWITCH_NAME, Part
 from tests.metadata_runs import Batch, Row, fused, in_use, one_by_one, runs
 
 triton = pytest.importorskip("triton")

@@ -19,7 +19,7 @@ from auto_deploy_ext.embedded.custom_ops.attention_interface import AttentionReg
 from auto_deploy_ext.embedded.custom_ops.torch_paged_attention import TorchPagedAttention
 from auto_deploy_ext.embedded.pipeline import Pipeline, build_pipeline
 from auto_deploy_ext.orchestrator import orchestrator_graphs
-from auto_deploy_ext.scoping import ScopeOptions, scope_graphs
+from auto_deploy_ext.rewriting.scoping import ScopeOptions, scope_graphs
 from tests.double import flashinfer as double
 from tests.orchestrator_programs import OFFSET, SWITCH, build, consumer, make_interface
 

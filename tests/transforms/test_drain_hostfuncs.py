@@ -34,7 +34,7 @@ from auto_deploy_ext.hostfuncs import (
 from auto_deploy_ext.hostfuncs.drains import drain_before, mark_encoder, may_launch
 from auto_deploy_ext.hostfuncs.pending import _all_owners
 from auto_deploy_ext.orchestrator import ops, orchestrator_graphs, trace_orchestrator
-from auto_deploy_ext.refresh import ensure_fresh
+from auto_deploy_ext.runtime.refresh import ensure_fresh
 from tests.bounded import bounded
 from tests.orchestrator.wrappers import DRAFT_ARGS, TARGET_ARGS, consumer, interface, nest
 

@@ -15,13 +15,13 @@ from torch import nn
 
 import auto_deploy_ext
 from auto_deploy_ext import SharedConfig, TransformRegistry, kernels, orchestrator_graphs, record_mirrors
+from auto_deploy_ext.analysis.fused_nodes import is_fused
 from auto_deploy_ext.embedded.config import load_config
 from auto_deploy_ext.embedded.generation import generate
-from auto_deploy_ext.fused_nodes import is_fused
-from auto_deploy_ext.fusion import FusingRecipe, fuse_graphs, fused_runs
 from auto_deploy_ext.orchestrator import dispatcher_of
-from auto_deploy_ext.scoping import ScopeOptions, scope_module
-from auto_deploy_ext.stale_check import check_module
+from auto_deploy_ext.reports.stale_check import check_module
+from auto_deploy_ext.rewriting.fusion import FusingRecipe, fuse_graphs, fused_runs
+from auto_deploy_ext.rewriting.scoping import ScopeOptions, scope_module
 from tests.orchestrator.wrappers import DraftLoop, interface, nest
 from tests.orchestrator_programs import OFFSET, SWITCH
 from tests.test_decoding_equality import CONFIGS, LIMITS, PROMPTS, STRATEGIES, shared_pipeline, tokens_of
@@ -142,7 +142,7 @@ def test_a_host_of_another_layout_keeps_its_mutations(
 
 
 def test_a_gpu_without_triton_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    from auto_deploy_ext.fusion import reason_not_to_fuse
+    from auto_deploy_ext.rewriting.fusion import reason_not_to_fuse
 
     cm = interface()
     assert reason_not_to_fuse(cm) is None

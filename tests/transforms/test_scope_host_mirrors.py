@@ -15,11 +15,11 @@ from torch import nn
 from torch.fx import Graph, GraphModule
 
 from auto_deploy_ext import SharedConfig, TransformRegistry, record_mirrors, register_mutation
+from auto_deploy_ext.analysis.program import UnknownEffectError
 from auto_deploy_ext.effects import HOST_READERS, MUTATIONS, register_host_reader
 from auto_deploy_ext.orchestrator import ops
-from auto_deploy_ext.program import UnknownEffectError
-from auto_deploy_ext.scoping import ScopeError, ScopeOptions, scope_graphs
-from auto_deploy_ext.strategies import StaleReadError
+from auto_deploy_ext.rewriting.scoping import ScopeError, ScopeOptions, scope_graphs
+from auto_deploy_ext.rewriting.strategies import StaleReadError
 from tests.orchestrator_programs import (
     OFFSET,
     SWITCH,

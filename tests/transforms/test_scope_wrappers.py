@@ -15,7 +15,7 @@ from torch import fx, nn
 from auto_deploy_ext import SharedConfig, TransformRegistry, orchestrator_graphs, plan, record_mirrors
 from auto_deploy_ext.effects import buffer_of, is_mirror
 from auto_deploy_ext.orchestrator import OrchestratorError, UntraceableError, ops
-from auto_deploy_ext.scoping import ScopeOptions, scope_graphs
+from auto_deploy_ext.rewriting.scoping import ScopeOptions, scope_graphs
 from tests.orchestrator.wrappers import DraftLoop, interface, nest
 from tests.orchestrator_programs import OFFSET, SWITCH, build, overrides
 

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from auto_deploy_ext import host, host_mirrors, record_mirrors
+from auto_deploy_ext import host, record_mirrors
 from auto_deploy_ext.orchestrator import ops
 from auto_deploy_ext.orchestrator.interface_state import preserved
-from auto_deploy_ext.refresh import ensure_fresh
-from auto_deploy_ext.tracked_mirrors import switch_writes_mirrors
+from auto_deploy_ext.runtime import host_mirrors
+from auto_deploy_ext.runtime.refresh import ensure_fresh
+from auto_deploy_ext.runtime.tracked_mirrors import switch_writes_mirrors
 
 from .harness import make_interface, nest
 

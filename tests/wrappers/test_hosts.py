@@ -41,7 +41,7 @@ def run_tests(folder: Path, root: str, age: str) -> subprocess.CompletedProcess[
     The wrappers' tests, which take longest, run on each age once, and on each root.
     """
     plant(folder, root, age)
-    names = ["test_in_the_host.py", "test_host_mirrors.py", "../test_hooks.py"]
+    names = ["test_in_the_host.py", "test_host_mirrors.py", "../runtime/test_hooks.py"]
     if (root, age) != ("llmc", "older"):
         names.insert(0, "test_wrappers.py")
     files = [str(HERE / name) for name in names]

@@ -17,10 +17,10 @@ from torch import nn
 
 import auto_deploy_ext
 from auto_deploy_ext import host, orchestrator_graphs, plan
-from auto_deploy_ext.consumer_check import ChangedConsumerError
-from auto_deploy_ext.hooks import HookedForward
 from auto_deploy_ext.orchestrator import Dispatcher
-from auto_deploy_ext.strategies import STRATEGIES
+from auto_deploy_ext.rewriting.strategies import STRATEGIES
+from auto_deploy_ext.runtime.consumer_check import ChangedConsumerError
+from auto_deploy_ext.runtime.hooks import HookedForward
 
 from .harness import BATCHES, Run, make_interface, nest, reference, same, scoped, step, transform
 from .library import EVERY, TRACEABLE, Eagle, HandNarrowed, Mtp, StopsOnMirror, TwoDrafters

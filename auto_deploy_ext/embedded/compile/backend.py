@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule
 
-from ...capture import require_capturable
-from ...hooks import find_consumers
+from ...reports.capture import require_capturable
+from ...runtime.hooks import find_consumers
 from ..transform.graph import replace_module
 from .batch_sizes import checked_batch_sizes
 from .captured_forward import CapturedForward

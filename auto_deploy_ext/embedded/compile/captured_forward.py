@@ -14,10 +14,10 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ...active_args import META_KEY, wrapped_graph
-from ...capture import CaptureError
 from ...hostfuncs.drains import LAUNCHES_MARK
 from ...orchestrator import bind_variants, find_interface_arg, find_orchestrator, own_forward, trace_variants
 from ...orchestrator.dispatch import dispatcher_of
+from ...reports.capture import CaptureError
 from ..graph_runner import GraphRunner
 from .captured_module import CapturedModule, CaptureStats
 from .layers import owner_for

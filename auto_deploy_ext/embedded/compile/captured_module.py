@@ -16,9 +16,9 @@ from torch.fx import GraphModule
 from torch.utils._pytree import tree_map_only
 
 from ...active_args import META_KEY, annotate
-from ...aliasing import module_effects
-from ...capture import CaptureError
+from ...analysis.aliasing import module_effects
 from ...effects import HOST_SUFFIX
+from ...reports.capture import CaptureError
 from ..custom_ops.plan_ops import forget_graph, plan_for_graph
 from ..graph_runner import GraphRunner
 from .layers import owner_for
@@ -98,7 +98,7 @@ class CapturedModule(nn.Module):
     3. What a graph reads on the host (`batch_info_host`) is part of what tells graphs apart; mirrors go to operators
        that plan, which are no part of the graph: they run before it, with the call's own arguments.
     4. Graphs of one module share memory, so a result lasts until the module is called again. It is copied before it
-       is handed out, unless whoever calls has been shown to be done with it by then (`auto_deploy_ext.lent_results`).
+       is handed out, unless whoever calls has been shown to be done with it by then (`runtime.lent_results`).
     5. Submodules, parameters, buffers, hooks and `meta` are the GraphModule's; its other attributes are found here too.
     6. A copy, also a pickled one, starts without graphs.
 

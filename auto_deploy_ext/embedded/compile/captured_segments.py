@@ -18,10 +18,6 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from ... import fused_mutations, host_mirrors, sanitizer
-from ...capture import CaptureError
-from ...fused_mutations import COPY_NAME, FUSIBLE, SWITCH_NAME, Part
-from ...hooks import HookedForward, has_other_hooks
 from ...orchestrator import (
     Dispatcher,
     OrchestratorError,
@@ -34,7 +30,11 @@ from ...orchestrator import (
     rebound_of,
     trace_variants,
 )
-from ...refresh import is_placed
+from ...reports.capture import CaptureError
+from ...runtime import fused_mutations, host_mirrors, sanitizer
+from ...runtime.fused_mutations import COPY_NAME, FUSIBLE, SWITCH_NAME, Part
+from ...runtime.hooks import HookedForward, has_other_hooks
+from ...runtime.refresh import is_placed
 from ..custom_ops.plan_ops import plan_for_graph
 from ..graph_runner import GraphRunner
 from .captured_forward import CapturedForward, HostState, captured_objects, consumer_modules, parameter_addresses

@@ -11,14 +11,14 @@ from torch import nn
 from torch.fx import Node
 
 from ...active_args import META_KEY
+from ...analysis.fused_nodes import part_of
+from ...analysis.interface_nodes import is_orchestrator_graph
 from ...effects import HOST_SUFFIX
-from ...fused_mutations import FUSIBLE
-from ...fused_nodes import part_of
 from ...hostfuncs.drains import LAUNCHES_MARK
-from ...interface_nodes import is_orchestrator_graph
 from ...orchestrator import ops
 from ...orchestrator.guards import is_pure_method
-from ...refresh import PLACED, is_placed
+from ...runtime.fused_mutations import FUSIBLE
+from ...runtime.refresh import PLACED, is_placed
 from .captured_module import CapturedModule
 
 _PURE_CALLS = frozenset({"flatten", "maybe_gather_and_squeeze", "unflatten", "update_mamba_states"})

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...copy_memory import LandingPool, StagingRing
 from ...effects import HOST_SUFFIX
-from ...mirrors import Transfer
+from ...runtime.copy_memory import LandingPool, StagingRing
+from ...runtime.mirrors import Transfer
 
 #: ``(name, max_numel, dtype)`` or ``(name, max_numel, dtype, truncatable)``.
 TensorSpec = tuple[Any, ...]
@@ -156,8 +156,8 @@ class InputBuffer:
     Attributes:
         device_version: name -> version of the device side.
         mirror_version: name -> version of the mirror.
-        transfer_observers: each is called with the :class:`~auto_deploy_ext.mirrors.Transfer` of every D2H copy when
-            it is started.
+        transfer_observers: each is called with the :class:`~auto_deploy_ext.runtime.mirrors.Transfer` of every D2H copy
+            when it is started.
         layout: changes whenever views that were taken become invalid.
 
     Example:

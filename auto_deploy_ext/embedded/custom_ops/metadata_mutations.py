@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ... import metadata_arithmetic as arithmetic
+from ...runtime import metadata_arithmetic as arithmetic
 from .batch_info import BatchInfo
 from .input_buffer import InputBuffer, unknown_name_message
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ...command_line import finite, positive
+from ...commands.command_line import finite, positive
 
 DEFAULT_CONFIG = "eagle3_llama"
 LEARNING_RATE = 1.5e-3

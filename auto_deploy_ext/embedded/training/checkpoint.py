@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from ...report import write_text
+from ...commands.report import write_text
 from ..models.checkpoint import readable, stored_config
 from ..models.custom.modeling_eagle3 import Eagle3Drafter, captured_layers
 from .corpus import DraftVocabulary

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...report import write_text
+from ...commands.report import write_text
 from ..models.checkpoint import stored_config
 from ..tokenizer import TOKENIZER_FILES
 from .arguments import DEFAULT_CONFIG

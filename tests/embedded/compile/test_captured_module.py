@@ -16,11 +16,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, symbolic_trace
 
 from auto_deploy_ext.active_args import consumer_args
-from auto_deploy_ext.capture import CaptureError
 from auto_deploy_ext.embedded.compile.captured_module import CapturedModule
 from auto_deploy_ext.embedded.custom_ops.plan_ops import PLAN_OPS, current_graph, on_forget, register_plan_op
 from auto_deploy_ext.embedded.export import ExportedGraphModule
 from auto_deploy_ext.hostfuncs.drains import may_launch
+from auto_deploy_ext.reports.capture import CaptureError
 
 NAMES = ("batch_info_host", "input_pos", "input_pos_host", "kv_cache")
 

@@ -25,10 +25,10 @@ from auto_deploy_ext.embedded.in_flight import ResultCopies, watching_drafts
 from auto_deploy_ext.embedded.pipeline import build_pipeline
 from auto_deploy_ext.embedded.transform.interface import SharedConfig
 from auto_deploy_ext.embedded.transform.library.compile_model import CompileModelConfig
-from auto_deploy_ext.fusion import fuse_graphs
-from auto_deploy_ext.hooks import HookedForward
 from auto_deploy_ext.orchestrator.dispatch import dispatcher_of
-from auto_deploy_ext.scoping import ScopeOptions, scope_module
+from auto_deploy_ext.rewriting.fusion import fuse_graphs
+from auto_deploy_ext.rewriting.scoping import ScopeOptions, scope_module
+from auto_deploy_ext.runtime.hooks import HookedForward
 from tests.double import flashinfer as double
 
 K = 3

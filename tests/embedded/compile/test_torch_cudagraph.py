@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from auto_deploy_ext import TransformRegistry, sanitize
-from auto_deploy_ext.capture import CaptureError, obstacles_in_consumers
 from auto_deploy_ext.embedded.compile.backend import capture_model
 from auto_deploy_ext.embedded.compile.batch_sizes import default_batch_sizes, padded_batch_size
 from auto_deploy_ext.embedded.compile.captured_module import CapturedModule
@@ -23,10 +22,11 @@ from auto_deploy_ext.embedded.config import ConfigError, load_config
 from auto_deploy_ext.embedded.custom_ops import flashinfer_planner
 from auto_deploy_ext.embedded.generation import generate
 from auto_deploy_ext.embedded.pipeline import Pipeline, build_pipeline
-from auto_deploy_ext.hooks import HookedForward
 from auto_deploy_ext.orchestrator import original_forward
 from auto_deploy_ext.orchestrator.dispatch import dispatcher_of
-from auto_deploy_ext.scoping import ScopeOptions, scope_module
+from auto_deploy_ext.reports.capture import CaptureError, obstacles_in_consumers
+from auto_deploy_ext.rewriting.scoping import ScopeOptions, scope_module
+from auto_deploy_ext.runtime.hooks import HookedForward
 from tests.double import flashinfer as double
 
 K = 2

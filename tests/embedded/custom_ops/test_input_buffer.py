@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from auto_deploy_ext.embedded.custom_ops.attention_interface import InputBuffer
-from auto_deploy_ext.mirrors import Transfer
+from auto_deploy_ext.runtime.mirrors import Transfer
 
 
 @pytest.fixture

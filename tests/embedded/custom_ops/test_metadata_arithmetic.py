@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from auto_deploy_ext import metadata_arithmetic as arithmetic
+from auto_deploy_ext.runtime import metadata_arithmetic as arithmetic
 
 
 def i32(*values: int) -> torch.Tensor:

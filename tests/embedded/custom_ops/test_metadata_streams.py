@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from auto_deploy_ext.copy_memory import LandingPool
 from auto_deploy_ext.embedded.custom_ops.attention_interface import HostCopyTicket, SequenceInfo
-from auto_deploy_ext.mirrors import record_mirrors
+from auto_deploy_ext.runtime.copy_memory import LandingPool
+from auto_deploy_ext.runtime.mirrors import record_mirrors
 from tests.no_waits import synchronising_is_an_error
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from auto_deploy_ext.embedded.custom_ops.attention_interface import BatchInfo, SequenceInfo
-from auto_deploy_ext.mirrors import record_mirrors
+from auto_deploy_ext.runtime.mirrors import record_mirrors
 
 
 @pytest.fixture

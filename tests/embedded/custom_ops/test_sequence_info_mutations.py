@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from auto_deploy_ext.embedded.custom_ops.attention_interface import OFFSET_WRITES, SWITCH_WRITES, SequenceInfo
-from auto_deploy_ext.mirrors import record_mirrors
+from auto_deploy_ext.runtime.mirrors import record_mirrors
 
 BLOCK = 4
 

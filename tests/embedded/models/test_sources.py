@@ -14,7 +14,7 @@ from rich.control import strip_control_codes
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from auto_deploy_ext.cli import EXIT_OK, EXIT_USAGE, main
+from auto_deploy_ext.commands.cli import EXIT_OK, EXIT_USAGE, main
 from auto_deploy_ext.embedded.config import load_config
 from auto_deploy_ext.embedded.models import gguf_cache
 from auto_deploy_ext.embedded.models.custom.modeling_eagle3 import Eagle3Drafter, Eagle3Options

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from auto_deploy_ext.cli import main
+from auto_deploy_ext.commands.cli import main
 from auto_deploy_ext.embedded.config import load_config
 from auto_deploy_ext.embedded.generation import generate
 from auto_deploy_ext.embedded.models.factory import ModelFactoryRegistry

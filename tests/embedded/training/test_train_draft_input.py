@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from auto_deploy_ext.cli import EXIT_USAGE, main
+from auto_deploy_ext.commands.cli import EXIT_USAGE, main
 from auto_deploy_ext.embedded.training import command
 from auto_deploy_ext.embedded.training.arguments import add_arguments
 from auto_deploy_ext.embedded.training.checkpoint import check_layers

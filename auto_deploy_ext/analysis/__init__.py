@@ -1,0 +1,1 @@
+"""What an orchestrator's calls do to mirrors, and which mirrors are read next: graphs are read here, never written."""

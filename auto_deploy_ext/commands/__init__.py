@@ -1,0 +1,1 @@
+"""The command line: arguments, the decode that `run` measures, and what is printed."""

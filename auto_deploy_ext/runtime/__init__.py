@@ -1,0 +1,1 @@
+"""What runs in a step: mirrors are brought up to date, mutations repeated on the host or fused, and reads watched."""
