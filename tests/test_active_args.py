@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 from torch import nn
 from torch.fx import Graph, GraphModule
@@ -12,6 +13,7 @@ from auto_deploy_ext.active_args import (
     annotate,
     annotated_args,
     consumer_args,
+    module_at,
     placeholder_names,
     takes_variadic,
     wrapped_graph,
@@ -75,6 +77,19 @@ def test_a_compiled_replacement_is_found_by_its_annotation_or_by_what_it_holds()
 
 def test_torch_compile_keeps_the_graph_in_reach() -> None:
     assert consumer_args(torch.compile(graph_of("x"))) == ("x",)
+
+
+def test_a_module_is_found_where_get_submodule_finds_it() -> None:
+    inner = nn.Sequential(nn.Linear(1, 1))
+    root = nn.Module()
+    root.plain, root.compiled = inner, torch.compile(inner)
+    for path in ("plain", "plain.0", "compiled", "compiled.0"):
+        assert module_at(root, path) is root.get_submodule(path)
+    for path in ("other", "plain.1", "plain.0.weight"):
+        with pytest.raises(AttributeError) as expected:
+            root.get_submodule(path)
+        with pytest.raises(AttributeError, match=str(expected.value)):
+            module_at(root, path)
 
 
 def test_anything_else_has_no_args() -> None:

@@ -8,6 +8,7 @@ up to the first such position, and how many such positions there are is counted,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -203,7 +204,7 @@ class Reference:
 
     Attributes:
         tokens: per prompt, token ids.
-        gaps: per prompt, for each position, how far apart the two best logits lie.
+        gaps: per prompt, for each position, how far apart the two best logits lie, in units of logits.
         noise: the measured rounding noise, see `rounding_noise`.
     """
 
@@ -225,16 +226,26 @@ class Reference:
             cm: its interface; nothing else may use it meanwhile.
             prompts: token ids.
             tokens: their continuations, usually greedy ones.
+
+        Raises:
+            ValueError: not as many continuations as prompts; or logits that are not finite, of which no token follows.
         """
         gaps, noise = [], 0.0
-        for prompt, continuation in zip(prompts, tokens, strict=True):
+        for number, (prompt, continuation) in enumerate(zip(prompts, tokens, strict=True)):
             ways = [teacher_forced_logits(model, cm, prompt, continuation, kind) for kind in _kinds(cm)]
             gaps.append(tuple(gaps_of(ways[0])))
-            noise = max(noise, rounding_noise(ways))
+            own = rounding_noise(ways)
+            if not math.isfinite(own):
+                raise ValueError(f"prompt {number}: its best logits are infinite or no numbers, so nothing is greedy")
+            noise = max(noise, own)
         return cls(tuple(map(tuple, tokens)), tuple(gaps), noise)
 
     def report(self, tokens: Sequence[Sequence[int]]) -> EqualityReport:
-        """Judge other continuations of the same prompts."""
+        """Judge other continuations of the same prompts.
+
+        Raises:
+            ValueError: not as many as there are prompts.
+        """
         triples = zip(tokens, self.tokens, self.gaps, strict=True)
         return EqualityReport(self.noise, tuple(compare(own, met, apart, self.noise) for own, met, apart in triples))
 

@@ -53,6 +53,9 @@ class _Late(Enum):
     NOTHING = "its tokens at most"
 
 
+_LATE_ORDER = {late: place for place, late in enumerate(_Late)}
+
+
 class Engine:
     """Runs requests on a wrapper and the interface that its caches live in.
 
@@ -266,9 +269,8 @@ class Engine:
 
     def _next_rows(self) -> list[RunningSequence]:
         """The rows of the next step: those with a prompt first, those whose length the host does not know next."""
-        order = {row: i for i, row in enumerate(_Late)}
         rows = [seq for seq in self._running if not (seq.launches and seq.ends_in_flight)]
-        return sorted(rows, key=lambda seq: order[self._lateness(seq)])
+        return sorted(rows, key=lambda seq: _LATE_ORDER[self._lateness(seq)])
 
     def _lateness(self, seq: RunningSequence) -> _Late:
         if seq.is_prefill:

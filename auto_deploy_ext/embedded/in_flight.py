@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -187,4 +188,8 @@ class StepInFlight:
 
     def row_of(self, seq: RunningSequence) -> int:
         """Where a sequence is in the batch."""
-        return next(row for row, other in enumerate(self.rows) if other is seq)
+        return self._row_by_id[id(seq)]
+
+    @functools.cached_property
+    def _row_by_id(self) -> dict[int, int]:
+        return {id(seq): row for row, seq in enumerate(self.rows)}

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule
 
-from auto_deploy_ext.active_args import META_KEY, annotated_args, placeholder_names, wrapped_graph
+from auto_deploy_ext.active_args import META_KEY, annotated_args, module_at, placeholder_names, wrapped_graph
 
 #: attribute of an orchestrator graph that holds its check.
 _ATTRIBUTE = "_consumer_check"
@@ -45,7 +45,7 @@ class ConsumerCheck:
             ChangedConsumerError: one takes an argument that it did not take.
         """
         for path, names in self.expected.items():
-            module = root.get_submodule(path)
+            module = module_at(root, path)
             seen = self._seen.get(path)
             if seen is not None and seen[0] is module and (seen[1] is None or seen[1]._code is seen[2]):
                 continue

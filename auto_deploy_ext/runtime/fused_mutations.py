@@ -147,8 +147,7 @@ class _Run:
             _one_by_one(info, self._steps, given)
             return
         buffer = info._input_buffer
-        counts = info.batch_info.serialize()[:6].tolist()
-        rows, generating = counts[0] + counts[2] + counts[4], counts[0] == 0 == counts[2]
+        rows, generating = _rows(info)
         if not self._on_device(info, buffer, rows, generating, given):
             _one_by_one(info, self._steps, given)
             return
@@ -182,7 +181,7 @@ class _Run:
 
     def _look_at(self, info: Any) -> None:
         """Take note of what is active, if it has changed."""
-        activity = (info._active_args, len(info._active_host_prep_args), len(info._pool_suffixes))
+        activity = info.activity
         if activity != self._activity:
             self._activity = activity
             self._page_mask = sum(info._pages_active(s) << pool for pool, s in enumerate(info._pool_suffixes))
@@ -285,6 +284,12 @@ class _Run:
                 known: Any = ticket if part.host_operand == TICKET else part.host_operand
                 prepared(info, rows, operand, known)
             generating |= part.name == SWITCH_NAME
+
+
+def _rows(info: Any) -> tuple[int, bool]:
+    """How many sequences the batch has, and whether each is a decode."""
+    prefill, _, extend, _, decode, _ = info.batch_info.counts()
+    return prefill + extend + decode, prefill == 0 == extend
 
 
 def _switched_lengths(rows: int) -> dict[str, int]:
@@ -393,8 +398,7 @@ def host_side(info: Any, parts: tuple[tuple[Any, ...], ...], operands: Sequence[
         operands: likewise; of tensors only size and type count.
     """
     run = _run_of(info, parts)
-    counts = info.batch_info.serialize()[:6].tolist()
-    rows, generating = counts[0] + counts[2] + counts[4], counts[0] == 0 == counts[2]
+    rows, generating = _rows(info)
     if run._possible:
         run._look_at(info)
     run._on_host(info, rows, generating, run._matched(operands))

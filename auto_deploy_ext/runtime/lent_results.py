@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule
 
-from auto_deploy_ext.active_args import COPIES_RESULTS, META_KEY
+from auto_deploy_ext.active_args import COPIES_RESULTS, META_KEY, module_at
 
 #: attribute of an orchestrator graph that holds what was found for the modules that it calls.
 _ATTRIBUTE = "_lent_results"
@@ -41,7 +41,7 @@ def lent(gm: GraphModule, root: nn.Module) -> Iterator[None]:
 def _lenders(gm: GraphModule, root: nn.Module) -> tuple[Any, ...]:
     """The modules whose results the graph is done with in time; looked for again when modules are replaced."""
     known = gm.__dict__.get(_ATTRIBUTE)
-    if known is None or any(root.get_submodule(path) is not module for path, module in known[0]):
+    if known is None or any(module_at(root, path) is not module for path, module in known[0]):
         nodes = list(gm.graph.find_nodes(op="call_module"))
         consumers = [node for node in nodes if META_KEY in node.meta] or nodes
         modules = [(path, root.get_submodule(path)) for path in dict.fromkeys(str(node.target) for node in consumers)]

@@ -178,6 +178,15 @@ def _repeat(info: Any, mutation: str, written: tuple[str, ...], operand: Callabl
         mirrors.mark_fresh(written)
 
 
+#: buffers whose new values are the old ones and the offset.
+_SUMS = frozenset({"input_pos", "seq_len_with_cache"})
+#: by mutation, the buffers whose mirrors are brought up to date in place.
+_SHORT = {
+    "switch_to_generate_": frozenset({"cu_seqlen", "seq_len"}),
+    "offset_pos_and_cache_": _SUMS | {"last_page_len", "cu_num_pages"},
+}
+
+
 class PreparedReplay:
     """A mutation's replay on the embedded host, prepared for buffers that its calls change, as long as activity stays.
 
@@ -193,12 +202,8 @@ class PreparedReplay:
         self._mutation = mutation
         self._written = written
         bases = [_split_pool(name) for name in written]
-        short = {
-            "switch_to_generate_": {"cu_seqlen", "seq_len"},
-            "offset_pos_and_cache_": {"input_pos", "seq_len_with_cache", "last_page_len", "cu_num_pages"},
-        }
-        self._is_short = short[mutation].issuperset(base for base, _ in bases)
-        self._sums = tuple(n for n in written if n.startswith(("input_pos", "seq_len_with_cache")))
+        self._is_short = _SHORT[mutation].issuperset(base for base, _ in bases)
+        self._sums = tuple(n for n, (base, _) in zip(written, bases, strict=True) if base in _SUMS)
         #: by pool: the names of last_page_len and cu_num_pages, and whether each is wanted.
         pools = sorted({pool for base, pool in bases if base in _PAGE_TABLE})
         tables = [("last_page_len" + pool, "cu_num_pages" + pool) for pool in pools]
@@ -218,8 +223,11 @@ class PreparedReplay:
             return
         if known is None:
             self._count(info, rows)
+        elif isinstance(known, int):
+            dtype = torch.int32 if operand is None else operand.dtype
+            self._move(info, rows, known if dtype is torch.int32 else _held(known, dtype))
         else:
-            self._move(info, rows, known if isinstance(known, int) else known.wait().numpy())
+            self._move(info, rows, known.wait().numpy())
         info._input_buffer.mark_mirrors(self._written)
 
     def _count(self, info: Any, rows: int) -> None:
@@ -420,6 +428,12 @@ def known_operand(info: Any, operands: tuple[Any, ...], value: int) -> torch.Ten
     """
     dtype = next((o.dtype for o in operands if isinstance(o, torch.Tensor)), torch.int32)
     return _filled(int(info.batch_info.get_total_num_sequences()), value, dtype)
+
+
+@functools.lru_cache(maxsize=1024)
+def _held(value: int, dtype: torch.dtype) -> int:
+    """What a tensor of a dtype holds of a value, as int32."""
+    return int(torch.full((), value, dtype=dtype).to(torch.int32))
 
 
 @functools.lru_cache(maxsize=1024)

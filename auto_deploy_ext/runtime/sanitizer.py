@@ -313,6 +313,7 @@ class Sanitizer:
     @contextmanager
     def _writing(self, spec: MutationSpec) -> Iterator[None]:
         if not self._running:
+            self._settle()  # before lengths change
             self._last = spec.name
             self._stale_before = {name: self._writer_of(name) for name in self._stale()}
         self._running.append(spec)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from auto_deploy_ext.embedded import equality
 from auto_deploy_ext.embedded.config import load_config
 from auto_deploy_ext.embedded.equality import (
     EqualityReport,
+    Reference,
     compare,
     gaps_of,
     rounding_noise,
@@ -115,6 +119,22 @@ def test_in_float32_drafts_change_nothing_and_the_noise_is_tiny(pipeline: Pipeli
     report = speculative_equality(pipeline.model, pipeline.cm, [[7, 8, 9], [1, 2]], 8)
     assert report.identical and report.num_close == 0, report.describe()
     assert 0 < report.noise < 1e-5
+
+
+def test_the_noise_is_that_of_the_noisiest_prompt(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    noises = iter([0.5, 0.25])
+    monkeypatch.setattr(equality, "rounding_noise", lambda ways: next(noises))
+    found = Reference.measure(pipeline.model, pipeline.cm, [[7, 8], [9]], [[1, 2], [3, 4]])
+    assert (found.noise, found.tokens, [len(gaps) for gaps in found.gaps]) == (0.5, ((1, 2), (3, 4)), [2, 2])
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_of_logits_that_are_no_numbers_nothing_is_greedy(
+    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch, value: float
+) -> None:
+    monkeypatch.setattr(equality, "teacher_forced_logits", lambda *_: torch.full((2, 256), value))
+    with pytest.raises(ValueError, match="prompt 0: its best logits are infinite or no numbers"):
+        Reference.measure(pipeline.model, pipeline.cm, [[7, 8]], [[1, 2]])
 
 
 def test_a_wrong_decode_is_found_out(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,11 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from auto_deploy_ext.runtime.replay import PreparedReplay
 from tests.test_decoding_equality import shared_pipeline
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "overlap_stress.py"
@@ -20,6 +22,28 @@ def stress():
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_fused_runs_take_the_short_way_under_load(stress, tmp_path, capsys, monkeypatch):
+    """Without the sanitizer, which follows each mutation one by one."""
+    calls = []
+    prepared = PreparedReplay.__call__
+    monkeypatch.setattr(PreparedReplay, "__call__", lambda self, *a: calls.append(1) or prepared(self, *a))
+    report = tmp_path / "report.json"
+    options = ["--device", "cpu", "--steps", "40", "--prompts", "3", "--no-sanitizer", "--json", str(report)]
+    assert stress.main([*options, "--cases", "torch_paged_fused"]) == 0, capsys.readouterr()
+    (found,) = json.loads(report.read_text())["cases"]
+    assert (found["ties"], found["errors"], found["checked"]) == (0, [], 0)
+    assert len(calls) > 40
+
+
+def test_an_output_that_is_too_short_is_no_tie(stress, monkeypatch):
+    monkeypatch.setattr(stress, "is_tie", lambda *_: True)
+    report = stress.Report("torch")
+    outputs = [SimpleNamespace(prompt=(1,), tokens=(5, 6)), SimpleNamespace(prompt=(1,), tokens=(5, 7, 8))]
+    stress.compare(None, outputs, [(5, 6, 7), (5, 6, 7)], 1.0, report)
+    assert report.ties == 1
+    assert report.errors == ["request 0 differs at token 2: (5, 6) instead of (5, 6, 7)"]
 
 
 @pytest.mark.parametrize("case", ["torch_paged", "torch_graphs"])

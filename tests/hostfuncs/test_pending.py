@@ -22,6 +22,7 @@ from auto_deploy_ext.hostfuncs import (
     drain_hostfuncs,
     hostfunc,
     hostfuncs_pending,
+    pending,
     use_owner,
 )
 from auto_deploy_ext.hostfuncs.hostfunc import free_leftovers
@@ -278,6 +279,23 @@ def test_what_another_thread_takes_first_is_nobodys_error(monkeypatch):
     assert captured.batch_of(captured.calls[0]) == 0
     owner.raise_failures()
     free_leftovers()
+
+
+def test_an_owner_that_another_thread_drops_meanwhile_is_nobodys_error(monkeypatch):
+    class Shrinking(set):
+        """Another thread takes something out of it while it is looked through for the first time."""
+
+        disturbed = False
+
+        def __iter__(self):
+            if not self.disturbed:
+                self.disturbed = True
+                raise RuntimeError("Set changed size during iteration")
+            return super().__iter__()
+
+    owner = HostFuncOwner("engine", OrderedLayer())
+    monkeypatch.setattr(pending, "_owners", Shrinking([owner]))
+    assert pending._all_owners() == [owner]
 
 
 def test_owners_may_be_made_while_others_drain():

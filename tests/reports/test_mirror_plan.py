@@ -152,7 +152,7 @@ def test_an_orchestrator_inside_a_model_is_named() -> None:
 SCRIPT = """
 from tests.reports.test_mirror_plan import CONSUMERS, LOOP, PAGED
 from tests.orchestrator_programs import build, make_interface
-from auto_deploy_ext.scoping import ScopeOptions, scope_graphs
+from auto_deploy_ext.rewriting.scoping import ScopeOptions, scope_graphs
 gm = build([*LOOP, "unknown", ("get", "slot_idx_host")], CONSUMERS)
 names = {*PAGED, "input_pos_host", "slot_idx_host"}
 mirror_plan, _ = scope_graphs({"graph": gm}, make_interface(names), ScopeOptions(strategy="override"))

@@ -6,6 +6,7 @@ import dataclasses
 from types import MethodType
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -151,3 +152,79 @@ def test_a_run_does_what_its_mutations_do_whatever_happens_between_its_calls(
         assert values(info, "host") == values(other, "host")
         assert info._input_buffer.device_version == other._input_buffer.device_version
         assert info._input_buffer.mirror_version == other._input_buffer.mirror_version
+
+
+DECODES = Batch((Row("decode", 1, 13), Row("decode", 1, 15)), 1, (True,))
+OFFSETS = (tuple(Part(OFFSET, active_args=(), replays=TABLES, host_operand=1)),)
+
+
+def ones(batch: Batch) -> list[Any]:
+    return [torch.ones(len(batch.rows), dtype=torch.int32)]
+
+
+@pytest.fixture
+def long_ways(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """The buffers of each replay that went the long way."""
+    found: list[tuple[str, ...]] = []
+    repeat = replay._repeat
+
+    def noted(info: Any, mutation: str, written: tuple[str, ...], operand: Any) -> None:
+        found.append(written)
+        repeat(info, mutation, written, operand)
+
+    monkeypatch.setattr(replay, "_repeat", noted)
+    return found
+
+
+@pytest.mark.parametrize("run", [fused_mutations.mutate_all, fused_mutations.host_side])
+def test_what_drafts_need_goes_the_short_way(run: Any, long_ways: list[tuple[str, ...]]) -> None:
+    info = DECODES.make()
+    run(info, OFFSETS, ones(DECODES))
+    assert long_ways == []
+    assert info._input_buffer.get_host_memory("seq_len_with_cache")[:2].tolist() == [15, 17]
+    with_pages = (tuple(Part(OFFSET, active_args=(), replays=("cache_loc", "input_pos"), host_operand=1)),)
+    run(info, with_pages, ones(DECODES))
+    assert long_ways == [("cache_loc", "input_pos")]
+
+
+@pytest.mark.parametrize("run", [fused_mutations.mutate_all, fused_mutations.host_side])
+def test_what_becomes_active_is_replayed_from_then_on(run: Any, long_ways: list[tuple[str, ...]]) -> None:
+    info = dataclasses.replace(DECODES, pages_active=(False,)).make()
+    run(info, OFFSETS, ones(DECODES))
+    assert info._input_buffer.get_host_memory("cu_num_pages")[:3].tolist() == [0, 4, 8]
+    info.activate_arg("last_page_len")
+    info._input_buffer.mark_mirrors(info._input_buffer.tensor_names)
+    run(info, OFFSETS, ones(DECODES))
+    # The table was left alone before, so it is a token behind: 14 and 16 tokens become 15 and 17.
+    assert info._input_buffer.get_host_memory("last_page_len")[:2].tolist() == [3, 1]
+    assert info._input_buffer.get_host_memory("cu_num_pages")[:3].tolist() == [0, 4, 9]
+    assert "last_page_len" not in host_mirrors.stale_names(info) and long_ways == []
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "held"),
+    [(5, torch.bool, 1), (-1, torch.uint8, 255), (2**32 + 1, torch.int64, 1), (3, torch.int64, 3)],
+)
+def test_a_constant_is_what_its_tensor_holds(value: int, dtype: torch.dtype, held: int) -> None:
+    info = DECODES.make()
+    before = info._input_buffer.get_host_memory("seq_len_with_cache")[:2].clone()
+    parts = (tuple(Part(OFFSET, active_args=(), replays=("seq_len_with_cache",), host_operand=value)),)
+    fused_mutations.host_side(info, parts, [torch.full((2,), value, dtype=dtype)])
+    assert (info._input_buffer.get_host_memory("seq_len_with_cache")[:2] - before).tolist() == [held, held]
+
+
+def test_other_arguments_that_prepare_attention_change_what_is_written_though_they_are_as_many() -> None:
+    info = dataclasses.replace(DECODES, pages_active=(False,)).make()
+    info._active_host_prep_args = {"last_page_len_host"}
+    fused_mutations.mutate_all(info, OFFSETS, ones(DECODES))
+    info._active_host_prep_args = {"cu_seqlen_host"}
+    table = info._input_buffer.get_view("last_page_len")[:2].clone()
+    fused_mutations.mutate_all(info, OFFSETS, ones(DECODES))
+    assert torch.equal(info._input_buffer.get_view("last_page_len")[:2], table)
+
+
+def test_a_mirror_that_is_newer_than_its_buffer_stays_so() -> None:
+    buffer = DECODES.make()._input_buffer
+    buffer.mark_mirror("input_pos", 10)
+    buffer.mark_mirrors(["input_pos"])
+    assert buffer.mirror_version["input_pos"] == 10

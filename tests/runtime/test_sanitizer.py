@@ -32,6 +32,7 @@ from auto_deploy_ext.orchestrator import ops
 from auto_deploy_ext.orchestrator.dispatch import original_forward
 from auto_deploy_ext.reports.stale_check import REWRITTEN, check_module
 from auto_deploy_ext.rewriting.scoping import ScopeOptions, scope_graphs, scope_module
+from auto_deploy_ext.runtime import host_mirrors
 from auto_deploy_ext.runtime.refresh import bring_up_to_date, ensure_fresh
 from auto_deploy_ext.runtime.sanitizer import poison_, unpoisoned
 from tests.orchestrator_programs import OFFSET, SWITCH, build, consumer, make_interface, walk
@@ -456,6 +457,18 @@ def test_what_the_host_computes_from_old_values_is_kept_and_the_rest_is_absurd_a
         cm.info.copy_("seq_len", offsets(1, 1))
         assert mirror(cm, "input_pos").tolist() == [8, 4]
         assert mirror(cm, "seq_len_with_cache").abs().min() > 2**28
+
+
+def test_a_mirror_that_was_brought_up_to_date_keeps_what_lies_beyond_a_shorter_batch() -> None:
+    """Old values come back beyond the length that a mirror had when it was refreshed, not beyond a later one."""
+    cm = make_interface()
+    cm.info.activate_arg("input_ids_host")
+    cm.info.set_example_sequence([[1, 2, 3, 4], [5, 6, 7, 8]], input_pos=[7, 2])
+    with sanitize(cm.info):
+        cm.info.copy_("input_ids", torch.arange(50, 58, dtype=torch.int32))
+        host_mirrors.move(cm.info, ("input_ids_host",))
+        ops.mutate(cm.info, "switch_to_generate_", active_args=(), replays=("cu_seqlen", "input_ids"))
+        assert cm.get_arg("input_ids_host", truncate=True).tolist() == [53, 57]
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8, torch.float32, torch.bool])

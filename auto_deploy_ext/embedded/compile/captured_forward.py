@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ...active_args import META_KEY, wrapped_graph
+from ...active_args import META_KEY, module_at, wrapped_graph
 from ...hostfuncs.drains import LAUNCHES_MARK
 from ...orchestrator import bind_variants, find_interface_arg, find_orchestrator, own_forward, trace_variants
 from ...orchestrator.dispatch import dispatcher_of
@@ -229,7 +229,8 @@ class CapturedForward:
         names = _telling_names(variant, info._input_buffer)
         inference = torch.is_inference_mode_enabled()
         # By weak references: of a freed one the `id` may be another's, and its reference equals no other.
-        return weakref.ref(variant), weakref.ref(interface), inference, counts, tuple([lengths[name] for name in names])
+        owners = weakref.ref(variant), weakref.ref(interface)
+        return *owners, inference, info.activity, counts, tuple([lengths[name] for name in names])
 
     # ---------------------------------------------------------------- capturing
 
@@ -323,14 +324,8 @@ def consumers_of(variant: Any) -> tuple[str, ...]:
 
 
 def consumer_modules(variant: Any) -> list[nn.Module]:
-    """The consumers themselves, as they are now; it is asked at every replay, and `get_submodule` takes its time."""
-    found = []
-    for path in consumers_of(variant):
-        module = variant.owner
-        for name in path.split("."):
-            module = module._modules[name]
-        found.append(module)
-    return found
+    """The consumers themselves, as they are now."""
+    return [module_at(variant.owner, path) for path in consumers_of(variant)]
 
 
 def parameter_addresses(variant: Any) -> list[tuple[torch.Tensor, int]]:

@@ -48,7 +48,7 @@ class BatchInfo:
 
     def __repr__(self) -> str:
         """Name the six counts."""
-        p, pt, e, et, d, dt = self._counts()
+        p, pt, e, et, d, dt = self.counts()
         return f"BatchInfo(prefill={p}/{pt} tokens, extend={e}/{et} tokens, decode={d}/{dt} tokens)"
 
     def serialize(self) -> torch.Tensor:
@@ -70,27 +70,28 @@ class BatchInfo:
             self._array = self._batch_info_host.numpy()
         return self._array
 
-    def _counts(self) -> list[int]:
+    def counts(self) -> list[int]:
+        """Return the six counts: rows and tokens of prefill, extend and decode."""
         return self._values()[:6].tolist()
 
     def is_generate_only(self) -> bool:
         """Return whether every sequence is a decode."""
-        counts = self._counts()
+        counts = self.counts()
         return counts[_PREFILL] == 0 and counts[_EXTEND] == 0
 
     def is_extend_only(self) -> bool:
         """Return whether there are sequences and every one is an extend."""
-        counts = self._counts()
+        counts = self.counts()
         return counts[_EXTEND] > 0 and counts[_PREFILL] == 0 and counts[_DECODE] == 0
 
     def get_num_sequences(self) -> tuple[int, int, int]:
         """Return (num_prefill, num_extend, num_decode)."""
-        counts = self._counts()
+        counts = self.counts()
         return counts[_PREFILL], counts[_EXTEND], counts[_DECODE]
 
     def get_num_tokens(self) -> tuple[int, int, int]:
         """Return (num_prefill_tokens, num_extend_tokens, num_decode_tokens)."""
-        counts = self._counts()
+        counts = self.counts()
         return counts[_PREFILL_TOKENS], counts[_EXTEND_TOKENS], counts[_DECODE_TOKENS]
 
     def get_total_num_sequences(self) -> int:
@@ -103,7 +104,7 @@ class BatchInfo:
 
     def get_absorbed_info(self) -> tuple[int, int, int]:
         """Return (num_prefill, num_prefill_tokens, num_decode) with extends counted as prefills."""
-        counts = self._counts()
+        counts = self.counts()
         return (
             counts[_PREFILL] + counts[_EXTEND],
             counts[_PREFILL_TOKENS] + counts[_EXTEND_TOKENS],

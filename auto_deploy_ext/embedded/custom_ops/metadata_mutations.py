@@ -29,6 +29,12 @@ POOLED_BUFFERS = ("cache_loc", "cu_num_pages", "last_page_len", "extra_page_per_
 PAGE_TABLE = ("cache_loc", "cu_num_pages", "last_page_len")
 
 
+def _check_integers(method: str, tensor: Any, each: str) -> None:
+    if not isinstance(tensor, torch.Tensor) or tensor.is_floating_point() or tensor.is_complex():
+        kind = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        raise TypeError(f"{method} needs a tensor of integers, one for each {each}, got {kind}")
+
+
 class MetadataMutations:
     """The mutating part of SequenceInfo; see there for the buffers."""
 
@@ -89,7 +95,12 @@ class MetadataMutations:
             new_lens: accepted tokens per slot of the previous iteration, integer, on the device. The rows right after
                 the prefills look theirs up with ``_gather_slot_idx``; all others stay.
             active_args_override: as for :meth:`offset_pos_and_cache_`.
+
+        Raises:
+            TypeError: no tensor of integers.
+            ValueError: as :meth:`offset_pos_and_cache_`.
         """
+        _check_integers("offset_with_new_lens_", new_lens, "slot")
         slots = self._input_buffer.get_view("_gather_slot_idx", truncate=True)
         kinds = self.batch_info.get_num_sequences()
         offset = arithmetic.overlap_offset(new_lens, slots, kinds[0], sum(kinds))
@@ -150,9 +161,7 @@ class MetadataMutations:
             ValueError: an offset of another size, or an override that is no set or names something inactive.
         """
         self._check_override(active_args_override)
-        if not isinstance(offset, torch.Tensor) or offset.is_floating_point() or offset.is_complex():
-            kind = offset.dtype if isinstance(offset, torch.Tensor) else type(offset).__name__
-            raise TypeError(f"offset_pos_and_cache_ needs a tensor of integers, one for each sequence, got {kind}")
+        _check_integers("offset_pos_and_cache_", offset, "sequence")
         n = self.batch_info.get_total_num_sequences()
         if offset.numel() != n:
             raise ValueError(f"offset_pos_and_cache_ needs one offset for each of {n} sequences, got {offset.numel()}")
@@ -190,9 +199,14 @@ class MetadataMutations:
         self._input_buffer.bump_devices(written)
         return written
 
+    @property
+    def activity(self) -> tuple[tuple[str, ...], frozenset[str], int]:
+        """What is active: as long as this is equal, mutations write and mirror the same buffers."""
+        return self._active_args, frozenset(self._active_host_prep_args), len(self._pool_suffixes)
+
     def _offset_scope(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """What `offset_pos_and_cache_` writes, and the pools whose page tables it adjusts, as things are active now."""
-        key = (self._active_args, len(self._active_host_prep_args), len(self._pool_suffixes))
+        key = self.activity
         found = self._offset_scopes.get(key)
         if found is None:
             suffixes = tuple(filter(self._pages_active, self._pool_suffixes))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
@@ -194,8 +195,10 @@ class SequenceInfo(MetadataMutations):
         That is at most ``B * (pages of the longest sequence + 1 extra page)``; it never shrinks.
 
         Raises:
+            TypeError: no integer.
             ValueError: fewer than one page.
         """
+        num_blocks = operator.index(num_blocks)
         if num_blocks < 1:
             raise ValueError(f"update_cache_information: a cache has at least one page, got num_blocks={num_blocks}")
         self._num_blocks = num_blocks

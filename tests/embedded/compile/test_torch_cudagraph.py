@@ -340,6 +340,25 @@ def test_an_interface_in_the_memory_of_a_freed_one_is_another(built: Any, captur
     assert (runner.stats.eager, runner.stats.captures) == (2, 1)
 
 
+@pytest.mark.parametrize(("capture", "seed"), [("full", 11), ("segments", 12)])
+def test_page_tables_that_come_into_use_later_are_captured_anew(built: Any, capture: str, seed: int) -> None:
+    """Whoever prepares attention on the host may be the first to read one."""
+    pipeline = captured_copy(built("torch-simple", seed=seed), capture, [2])
+    for _ in range(3):
+        step(pipeline)
+    before = stats(pipeline.model)
+    assert before["replays"] > 0
+    pipeline.cm.info.register_host_prepare_for_attention_forward(lambda **_: None, ["last_page_len_host"])
+    step(pipeline)
+    after = stats(pipeline.model)
+    assert (after["replays"], after["eager"]) == (before["replays"], before["eager"] + 1)
+    shown = state(pipeline.cm)
+    step(pipeline)
+    step(pipeline)
+    assert stats(pipeline.model)["replays"] > before["replays"]
+    assert state(pipeline.cm)[3] == shown[3]
+
+
 def test_variants_learned_later_call_the_same_captures(built: Any) -> None:
     pipeline = built()
     expected = tokens(pipeline)
