@@ -20,6 +20,7 @@ from auto_deploy_ext.binding import (
 )
 from auto_deploy_ext.orchestrator import orchestrator_graphs
 from auto_deploy_ext.rewriting.rewrite import annotate_calls
+from auto_deploy_ext.stages import check_runs_once, check_stage
 
 
 class AnnotateActiveArgsConfig(TransformConfig):
@@ -55,8 +56,8 @@ class AnnotateActiveArgs(BaseTransform):
         return AnnotateActiveArgsConfig
 
     def _post_init(self) -> None:
-        if self.config.run_per_gm:
-            raise ValueError("annotate_active_args runs on the whole model: leave run_per_gm at false")
+        check_runs_once("annotate_active_args", self.config)
+        check_stage("annotate_active_args", self.config)
 
     def _apply_to_full_model(
         self, mod: nn.Module, cm: Any, factory: Any, shared_config: SharedConfig

@@ -16,6 +16,7 @@ from auto_deploy_ext.binding import (
     register_transform,
 )
 from auto_deploy_ext.reports.capture import EAGER_BACKENDS, CaptureError, require_capturable
+from auto_deploy_ext.stages import check_runs_once, check_stage
 
 
 class CheckCaptureConfig(TransformConfig):
@@ -76,8 +77,8 @@ class CheckCapture(BaseTransform):
         return CheckCaptureConfig
 
     def _post_init(self) -> None:
-        if self.config.run_per_gm:
-            raise ValueError("check_capture runs on the whole model: leave run_per_gm at false")
+        check_runs_once("check_capture", self.config)
+        check_stage("check_capture", self.config)
 
     def _apply_to_full_model(
         self, mod: nn.Module, cm: Any, factory: Any, shared_config: SharedConfig

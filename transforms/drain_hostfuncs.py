@@ -33,6 +33,7 @@ from auto_deploy_ext.hostfuncs.drains import (
     traced_through,
 )
 from auto_deploy_ext.orchestrator import find_orchestrator, orchestrator_graphs
+from auto_deploy_ext.stages import check_runs_once
 
 
 class DrainError(ValueError):
@@ -93,8 +94,7 @@ class DrainHostfuncs(BaseTransform):
         return DrainHostfuncsConfig
 
     def _post_init(self) -> None:
-        if self.config.run_per_gm:
-            raise ValueError("drain_hostfuncs runs on the whole model: leave run_per_gm at false")
+        check_runs_once("drain_hostfuncs", self.config)
 
     def _apply_to_full_model(
         self, mod: nn.Module, cm: Any, factory: Any, shared_config: SharedConfig

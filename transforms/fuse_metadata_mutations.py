@@ -25,6 +25,7 @@ from auto_deploy_ext.rewriting.fusion import (
     fused_runs,
     reason_not_to_fuse,
 )
+from auto_deploy_ext.stages import check_runs_once, check_stage
 
 
 class FuseMetadataMutationsConfig(TransformConfig):
@@ -81,8 +82,8 @@ class FuseMetadataMutations(BaseTransform):
         return FuseMetadataMutationsConfig
 
     def _post_init(self) -> None:
-        if self.config.run_per_gm:
-            raise ValueError("fuse_metadata_mutations runs on the whole model: leave run_per_gm at false")
+        check_runs_once("fuse_metadata_mutations", self.config)
+        check_stage("fuse_metadata_mutations", self.config)
 
     def _apply_to_full_model(
         self, mod: nn.Module, cm: Any, factory: Any, shared_config: SharedConfig

@@ -17,6 +17,7 @@ from auto_deploy_ext.binding import (
 )
 from auto_deploy_ext.reports.mirror_plan import MirrorPlan
 from auto_deploy_ext.rewriting.scoping import ScopeOptions, scope_module
+from auto_deploy_ext.stages import check_runs_once, check_stage
 
 
 class ScopeHostMirrorsConfig(TransformConfig):
@@ -112,13 +113,8 @@ class ScopeHostMirrors(BaseTransform):
         return ScopeHostMirrorsConfig
 
     def _post_init(self) -> None:
-        if self.config.run_per_gm:
-            raise ValueError("scope_host_mirrors runs on the whole model: leave run_per_gm at false")
-        if self.config.stage < Stages.CACHE_INIT:
-            raise ValueError(
-                f"scope_host_mirrors: stage {self.config.stage.value} comes before cache_init, where models get the "
-                "arguments that mirrors are for; set stage: cache_init, last in that stage"
-            )
+        check_runs_once("scope_host_mirrors", self.config)
+        check_stage("scope_host_mirrors", self.config)
         self._options = self.config.options()
 
     def _apply_to_full_model(

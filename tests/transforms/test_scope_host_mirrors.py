@@ -545,8 +545,24 @@ def test_without_any_one_name_some_consumer_reads_a_stale_mirror(
         assert any(stale_reads(gm, cm, drop=(node, name))), f"{name} of {node.format_node()} is of no use"
 
 
-@pytest.mark.parametrize("stage", ["export", "post_load_fusion"])
-def test_a_stage_before_the_caches_is_refused(stage: str) -> None:
-    with pytest.raises(ValueError, match=f"stage {stage} comes before cache_init.*; set stage: cache_init"):
-        TransformRegistry.get("scope_host_mirrors").from_kwargs(stage=stage)
-    TransformRegistry.get("scope_host_mirrors").from_kwargs(stage="compile")
+BETWEEN = ("annotate_active_args", "scope_host_mirrors", "fuse_metadata_mutations", "check_capture")
+
+
+@pytest.mark.parametrize("key", BETWEEN)
+@pytest.mark.parametrize(
+    ("stage", "why"),
+    [
+        ("export", "comes before cache_init"),
+        ("post_load_fusion", "comes before cache_init"),
+        ("compile", "is too late: models are compiled by then"),
+    ],
+)
+def test_a_stage_without_caches_or_behind_compilation_is_refused(key: str, stage: str, why: str) -> None:
+    with pytest.raises(ValueError, match=f"{key}: stage {stage} {why}.*; set stage: cache_init"):
+        TransformRegistry.get(key).from_kwargs(stage=stage)
+
+
+@pytest.mark.parametrize("key", BETWEEN)
+def test_a_stage_between_caches_and_compilation_is_taken(key: str) -> None:
+    for stage in ("cache_init", "visualize"):
+        assert TransformRegistry.get(key).from_kwargs(stage=stage).config.stage.value == stage
