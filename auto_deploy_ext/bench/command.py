@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from ..commands.command_line import finite, one_of, one_thread, positive, why_not_writable
+from ..commands.command_line import finite, one_of, one_thread, options_besides, positive, why_not_writable
 from .cells import POLICIES, BenchError
 
 if TYPE_CHECKING:
@@ -206,7 +207,7 @@ def bench_command(arguments: argparse.Namespace) -> int:
         _check_writable("--plot", arguments.plot)
         if arguments.plot.suffix.lower() not in ("", ".png"):
             raise BenchError(f"--plot {arguments.plot}: a PNG is drawn; name a file that ends in .png")
-        if arguments.json and arguments.json.resolve() == arguments.plot.resolve():
+        if arguments.json and os.path.realpath(arguments.json) == os.path.realpath(arguments.plot):
             raise BenchError(f"--json and --plot both name {arguments.json}; name two files")
     if arguments.traces and not arguments.merge:
         _check_writable("--traces", arguments.traces, is_folder=True)
@@ -242,12 +243,10 @@ def _check_only_merging(arguments: argparse.Namespace) -> None:
     """Raise BenchError where an option says what to measure, or how, although nothing is measured."""
     others = argparse.ArgumentParser()
     add_parser(others.add_subparsers())
-    unsaid = vars(others.parse_args(["bench"]))
-    kept = {"merge", "json", "plot", "verbose", "function"}
-    said = [name for name, value in vars(arguments).items() if name not in kept and value != unsaid.get(name, value)]
+    unsaid = others.parse_args(["bench"])
+    said = options_besides({"merge", "json", "plot", "verbose", "function"}, arguments, unsaid)
     if said:
-        named = ", ".join("--" + name.replace("_", "-") for name in sorted(said))
-        raise BenchError(f"--merge measures nothing, so it takes no {named}; leave one or the other out")
+        raise BenchError(f"--merge measures nothing, so it takes no {said}; leave one or the other out")
 
 
 # ---------------------------------------------------------------- measuring

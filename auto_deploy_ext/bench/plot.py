@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..commands.report import write_bytes
 from .cells import LIMIT, POLICIES
 from .results import CELL_KEY, GROUP_KEY
 
@@ -43,9 +45,13 @@ def write_plot(result: Mapping[str, Any], path: Path) -> None:
     Raises:
         PlotError: matplotlib is not installed.
     """
-    figure = draw(result)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110, format="png")
+    check_available()
+    from matplotlib import rc_context
+
+    picture = io.BytesIO()
+    with rc_context({"text.parse_math": False}):  # a $ in a name is one
+        draw(result).savefig(picture, dpi=110, format="png")
+    write_bytes(path, picture.getvalue())
 
 
 def draw(result: Mapping[str, Any]) -> Any:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import platform
 import statistics
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
@@ -16,9 +18,13 @@ from typing import Any
 
 import torch
 
-from .cells import POLICIES, BenchError, Group, Variant
+from auto_deploy_ext import configs, transforms
+
+from .cells import LIMIT, POLICIES, Backend, BenchError, Group, Variant
 from .launches import Launches
 from .session import Findings, LeftOut, Measured
+
+logger = logging.getLogger("auto_deploy_ext")
 
 BENCHMARK = "eagle_step"
 
@@ -52,6 +58,8 @@ _ENTRY_FIELDS = {
 _NAMES = frozenset({"attn_backend", "compile_backend", "policy", "what", "why"})
 _SIZES = frozenset({"k", "batch", "context"})
 _TIMES = frozenset({"step_us", "ratio_to_limit"})
+#: settings that all parts of a result share.
+_SAME_SETTINGS = ("context", "capture", "dtype", "tokens_per_block", "model_kwargs", "speculative_model_kwargs")
 #: fields that are null where there was nothing to measure.
 _MAY_BE_NULL = frozenset({"run_ahead", "per_draft_step", "copies_per_draft_step"})
 
@@ -76,11 +84,21 @@ def versions() -> dict[str, str | None]:
 
 
 def sources() -> str:
-    """A digest of the package's Python files, by which the state of the code that measured something is known."""
-    package = Path(__file__).resolve().parents[1]
+    """A digest of the package's code and configs, by which the state that measured something is known.
+
+    It is the same for a checkout, where `transforms` and `configs` lie beside the package, and for an installation.
+    """
+    folders = {"": Path(__file__).resolve().parents[1]}
+    folders |= {f"{own.__name__.rpartition('.')[2]}/": Path(own.__path__[0]) for own in (transforms, configs)}
+    files = {
+        place + path.relative_to(folder).as_posix(): path.read_bytes()
+        for place, folder in folders.items()
+        for suffix in ("py", "yaml")
+        for path in folder.rglob(f"*.{suffix}")
+    }
     digest = hashlib.sha256()
-    for path in sorted(package.rglob("*.py"), key=lambda path: path.relative_to(package).as_posix()):
-        digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    for name, content in sorted(files.items()):
+        digest.update(name.encode() + b"\0" + content + b"\0")
     return digest.hexdigest()[:12]
 
 
@@ -184,7 +202,7 @@ def load_result(path: Path) -> dict[str, Any]:
         MergeError: it is none, or cannot be read, or something in it is missing, impossible, or does not fit the rest.
     """
     try:
-        result = json.loads(path.read_text(encoding="utf-8"))
+        result = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
     except OSError as error:
         raise MergeError(f"--merge {path} cannot be read: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:  # also of a text that is no UTF-8
@@ -195,6 +213,10 @@ def load_result(path: Path) -> dict[str, Any]:
     if flaw is not None:
         raise MergeError(f"{path} is no whole result of auto-deploy-ext bench: {flaw}; measure that part again")
     return result
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is no number of JSON")
 
 
 def _flaws(result: Mapping[str, Any]) -> Iterator[str]:
@@ -210,6 +232,9 @@ def _flaws(result: Mapping[str, Any]) -> Iterator[str]:
             yield f"device.{name} is missing"
         elif not isinstance(result["device"][name], kind):
             yield f"device.{name} is {_shown(result['device'][name])}"
+    for place, entry in enumerate(_as_list(result["settings"])):
+        if not isinstance(entry, dict):
+            yield f"settings[{place}] is {_shown(entry)}"
     for part, names in _ENTRY_FIELDS.items():
         for place, entry in enumerate(result[part]):
             if not isinstance(entry, dict):
@@ -246,19 +271,34 @@ def _is_time(value: Any) -> bool:
 
 def _misfits(result: Mapping[str, Any]) -> Iterator[str]:
     """What in a result whose entries are whole does not fit together."""
-    keys = {part: [tuple(entry[n] for n in CELL_KEY) for entry in result[part]] for part in ("cells", "details")}
+    names = {"cells": CELL_KEY, "details": CELL_KEY, "scale": (*CELL_KEY, "context"), "launches": CELL_KEY}
+    keys = {part: [tuple(entry[n] for n in own) for entry in result[part]] for part, own in names.items()}
     for part, found in keys.items():
-        twice = next((key for key in found if found.count(key) > 1), None)
-        if twice is not None:
-            yield f"{part} has {' '.join(map(str, twice))} more than once"
-    single = next(iter(set(keys["cells"]) ^ set(keys["details"])), None)
-    if single is not None:
-        yield f"{' '.join(map(str, single))} is in one of cells and details only"
+        for key, count in Counter(found).items():
+            if count > 1:
+                yield f"{part} has {_named(key)} more than once"
+    for part, other in (("cells", "details"), ("details", "cells")):
+        known = set(keys[other])
+        for key in keys[part]:
+            if key not in known:
+                yield f"{_named(key)} is in {part} and not in {other}"
+    limits = {key for key in keys["cells"] if key[-2] == LIMIT}
+    for *group, policy, fused in keys["cells"]:
+        if (*group, LIMIT, fused) not in limits:
+            yield f"{_named((*group, policy, fused))} has no {LIMIT} beside it"
+    ratios = {key: cell["ratio_to_limit"] for key, cell in zip(keys["cells"], result["cells"], strict=True)}
     repetitions: dict[tuple[Any, ...], int] = {}
-    for place, entry in enumerate(result["details"]):
+    for place, (key, entry) in enumerate(zip(keys["details"], result["details"], strict=True)):
         count = len(entry["repetition_step_us"])
-        if repetitions.setdefault(tuple(entry[name] for name in GROUP_KEY), count) != count:
+        if repetitions.setdefault(key[: len(GROUP_KEY)], count) != count:
             yield f"details[{place}].repetition_step_us has not as many entries as others of its group"
+        first, third = entry["ratio_quartiles"]
+        if not first <= ratios[key] <= third:
+            yield f"details[{place}].ratio_quartiles are {first} and {third}, and the cell's ratio is {ratios[key]}"
+
+
+def _named(key: Iterable[Any]) -> str:
+    return " ".join(map(str, key))
 
 
 def _shown(value: Any) -> str:
@@ -270,24 +310,41 @@ def merge_results(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One result out of partial ones; where two have measured the same group, the later one counts.
 
     Raises:
-        MergeError: they were measured with different configs, on different devices or with different software.
+        MergeError: they were measured with different configs, on different devices, with different software, or other
+            models, caches or captures. That they were measured in different states of the code is logged.
     """
     first = results[0]
-    for result in results[1:]:
-        for what in ("config", "device", "versions"):
-            if result[what] != first[what]:
-                raise MergeError(
-                    f"the files differ in {what}: {first[what]} and {result[what]}; measure all parts alike"
-                )
+    settings = [entry for result in results for entry in _as_list(result["settings"])]
+    for what in ("config", "device", "versions"):
+        _check_alike(what, [result[what] for result in results])
+    for what in _SAME_SETTINGS:
+        _check_alike(what, [entry.get(what) for entry in settings])
+    if len({entry.get("sources") for entry in settings}) > 1:
+        logger.warning("the parts were measured in different states of the code (settings: sources)")
     merged = dict(first)
-    merged["settings"] = [entry for result in results for entry in _as_list(result["settings"])]
+    merged["settings"] = [entry for place, entry in enumerate(settings) if entry not in settings[:place]]
     for part in ("cells", "details"):
         merged[part] = _later_groups(results, part, GROUP_KEY)
     merged["scale"] = _later_groups(results, "scale", (*GROUP_KEY, "context"))
     merged["launches"] = _later_groups(results, "launches", GROUP_KEY)
-    merged["left_out"] = [entry for result in results for entry in result["left_out"]]
+    merged["left_out"] = _still_left_out(merged, [entry for result in results for entry in result["left_out"]])
     merged["targets"] = [asdict(target) for target in targets(merged)]
     return merged
+
+
+def _still_left_out(merged: Mapping[str, Any], left_out: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What no part has measured, each with the reason that was given last."""
+    entries = [entry for part in ("details", "scale") for entry in merged[part]]
+    groups = [Group(Backend(*(e[name] for name in GROUP_KEY[:3])), e["batch"], e.get("context", 0)) for e in entries]
+    measured = {f"{group} context={group.context}" for group in groups}
+    left = {entry["what"]: entry for entry in left_out}
+    return [entry for what, entry in left.items() if what.removeprefix("scale: ") not in measured]
+
+
+def _check_alike(what: str, values: Sequence[Any]) -> None:
+    for value in values[1:]:
+        if value != values[0]:
+            raise MergeError(f"the files differ in {what}: {values[0]} and {value}; measure all parts alike")
 
 
 def _as_list(value: Any) -> list[Any]:

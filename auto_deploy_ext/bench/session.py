@@ -30,6 +30,8 @@ SETTLED_REPETITIONS = 5
 _LONGEST_BLOCK_STEPS = 64
 _RUN_AHEAD_PASSES = 3
 _TRACED_STEPS = 4
+#: how far apart the quartiles of a normal distribution lie, in standard deviations.
+_QUARTILES_OF_NORMAL = 1.349
 
 
 @dataclass(frozen=True)
@@ -277,7 +279,7 @@ class Session:
         shortest = FEWEST_REPETITIONS * (2 + RING) * sum(first.values())
         left = remaining - (self.clock() - begin)
         if shortest > left:
-            self._leave_out(what, f"three repetitions take {shortest:.1f} s, {left:.1f} s are left")
+            self._leave_out(what, f"three repetitions take {shortest:.1f} s, {max(left, 0):.1f} s are left")
             return []
         while length > RING and FEWEST_REPETITIONS * (2 + length) * sum(first.values()) > left:
             length -= RING
@@ -363,8 +365,8 @@ def _measured(
 
 
 def _ratios(variant: Variant, blocks: Mapping[Variant, Sequence[Block]]) -> tuple[float, ...]:
-    """In each repetition, a variant's step over the limit's; over its own where the limit was not measured."""
-    limit = blocks.get(Variant(LIMIT, variant.fused), blocks[variant])
+    """In each repetition, a variant's step over that of the limit, which is measured with every group."""
+    limit = blocks[Variant(LIMIT, variant.fused)]
     return tuple(own.step_us / least.step_us for own, least in zip(blocks[variant], limit, strict=True))
 
 
@@ -376,7 +378,8 @@ def _median_pass(passes: Sequence[RunAhead]) -> RunAhead | None:
 def _standard_error(values: Sequence[float]) -> float:
     """Of the median of values that are about normally distributed, outliers apart."""
     quartiles = statistics.quantiles(values, n=4)
-    return 1.2533 * (quartiles[2] - quartiles[0]) / 1.349 / math.sqrt(len(values))
+    deviation = (quartiles[2] - quartiles[0]) / _QUARTILES_OF_NORMAL
+    return math.sqrt(math.pi / 2) * deviation / math.sqrt(len(values))
 
 
 def _block_length(seconds: float, step: float) -> int:

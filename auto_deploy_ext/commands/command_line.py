@@ -6,9 +6,12 @@ import argparse
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+#: what a file's name ends in until it is complete.
+PART = ".part"
 
 
 def positive(text: str) -> int:
@@ -41,6 +44,9 @@ def one_of(kind: str, names: Iterable[str]) -> Callable[[str], str]:
     Args:
         kind: what they are names of.
         names: of which there is one at least.
+
+    Raises:
+        argparse.ArgumentTypeError: by the type, for another name.
     """
     known = tuple(names)
 
@@ -52,6 +58,19 @@ def one_of(kind: str, names: Iterable[str]) -> Callable[[str], str]:
         return text
 
     return name
+
+
+def options_besides(kept: Container[str], said: argparse.Namespace, unsaid: argparse.Namespace) -> str:
+    """The options that a command line has besides some, as a user writes them; empty if there are none.
+
+    Args:
+        kept: names of attributes that do not count.
+        said: the parsed command line.
+        unsaid: what the same parser gives where no option is said.
+    """
+    known = vars(unsaid)
+    found = [name for name, value in vars(said).items() if name not in kept and value != known.get(name, value)]
+    return ", ".join("--" + name.replace("_", "-") for name in sorted(found))
 
 
 def writable(text: str) -> Path:
@@ -68,6 +87,14 @@ def writable(text: str) -> Path:
 
 def why_not_writable(path: Path, is_folder: bool = False) -> str | None:
     """Why a file, or files in a folder, could not be written in the end; None: they can. Nothing is made."""
+    path = Path(os.path.realpath(path))
+    try:
+        # A file is written beside its place first. What is too long, say, cannot even be looked for.
+        path.with_name(f"{path.name}{PART}").exists()
+    except (OSError, ValueError) as error:
+        return getattr(error, "strerror", None) or str(error)
+    if path.is_symlink():
+        return "it is a link that leads to itself"
     folder = next((parent for parent in path.absolute().parents if parent.exists()), path)
     if is_folder and path.exists():
         folder = path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from rich.text import Text
 from ..effects import MUTATIONS
 from ..reports.mirror_plan import HEADINGS, CallSite, MirrorPlan
 from ..runtime.mirrors import Transfer
+from .command_line import PART
 
 
 @dataclass(frozen=True)
@@ -90,15 +92,20 @@ def distinct_call_sites(plan: MirrorPlan) -> tuple[CallSite, ...]:
 
 
 def write_text(path: Path, text: str) -> None:
+    """Write a text in UTF-8; see `write_bytes`."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
     """Write a file that is there completely or not at all, or straight to a device or pipe; makes its directory."""
+    path = Path(os.path.realpath(path))  # what a link leads to is replaced, not the link
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and not path.is_file():
-        path.write_text(text, encoding="utf-8")
+        path.write_bytes(content)
         return
-    path = path.resolve()  # what a link leads to is replaced, not the link
-    part = path.with_name(f"{path.name}.part")
+    part = path.with_name(f"{path.name}{PART}")
     try:
-        part.write_text(text, encoding="utf-8")
+        part.write_bytes(content)
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)

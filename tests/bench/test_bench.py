@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gzip
 import json
 import math
 import os
+import shutil
 import statistics
+import subprocess
+import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count, pairwise
+from pathlib import Path
 
 import pytest
 import torch
 
 from auto_deploy_ext.bench import command
+from auto_deploy_ext.bench import session as session_module
 from auto_deploy_ext.bench.batches import RING, longest_sequence, make_ring
-from auto_deploy_ext.bench.cells import POLICIES, Backend, Group, Variant, groups_of, rotated, variants_of
+from auto_deploy_ext.bench.cells import POLICIES, Backend, BenchError, Group, Variant, groups_of, rotated, variants_of
 from auto_deploy_ext.bench.launches import launches_in, write_trace
 from auto_deploy_ext.bench.measure import Block, RunAhead, Steps, Traffic
 from auto_deploy_ext.bench.pipelines import Limits, ModelSource
@@ -30,6 +36,7 @@ from auto_deploy_ext.embedded.config import load_config
 from auto_deploy_ext.embedded.models.random_weights import RandomCausalLMFactory
 from auto_deploy_ext.orchestrator import original_forward
 
+ROOT = Path(__file__).resolve().parents[2]
 K, ROWS, CONTEXT = 3, 2, 30
 BACKEND = Backend("torch_paged", "torch-simple", K)
 
@@ -276,6 +283,30 @@ def test_a_group_is_repeated_until_its_ratios_are_known_well_enough(source):
     assert found == {math.inf: {5}, 0.0: {7}}
 
 
+def test_a_group_is_judged_settled_after_five_repetitions_at_the_earliest(source, monkeypatch):
+    session = Session(source, Effort(60.0, repetitions=9, block_seconds=0.0, precision=0.1))
+    settled = iter([False, True])
+    monkeypatch.setattr(session, "_is_settled", lambda blocks: next(settled))
+    session.measure_cells([Group(BACKEND, 1, CONTEXT)], [Variant("none", True)])
+    assert [len(cell.blocks) for cell in session.findings.cells] == [6]
+
+
+def test_the_command_asks_for_the_precision_that_it_is_told(monkeypatch, capsys):
+    asked = []
+
+    class Stopped(BenchError):
+        pass
+
+    def stop(source, effort, *_):
+        asked.append(effort)
+        raise Stopped("stopped")
+
+    monkeypatch.setattr(session_module, "Session", stop)
+    given = ["bench", "--config", "bench_tiny", "--precision", "0.125", "--repetitions", "7", "--budget-seconds", "9"]
+    assert main(given) == EXIT_USAGE
+    assert [(e.precision, e.repetitions, e.seconds) for e in asked] == [(0.125, 7, 9.0)]
+
+
 def test_a_host_that_becomes_slower_favours_no_policy():
     """Three repetitions, each twice as slow as the one before; in each, auto takes a tenth longer than the limit."""
     limit, auto = Variant("none", True), Variant("auto", True)
@@ -342,6 +373,17 @@ def test_targets_are_judged_by_the_worst_cell():
     assert "auto / limit with torch-simple" not in found
 
 
+def test_a_target_is_judged_by_the_repetitions_own_ratios():
+    """The host becomes twice as slow from one repetition to the next, so medians of steps would compare two paces."""
+    host = (1000.0, 2000.0, 4000.0)
+    cells = [
+        dataclasses.replace(measured(policy, True, 1, 1), blocks=tuple(Block(us, us) for us in steps))
+        for policy, steps in (("none", host), ("auto", host), ("scoped", (1200.0, 8000.0, 4800.0)))
+    ]
+    found = {target.name: target for target in targets(result_of(*cells))}
+    assert found["scoped / auto where the draft reads mirrors"].measured == 1.2
+
+
 def test_nothing_is_claimed_of_a_gpu_without_one():
     assert targets(result_of(measured("auto", True, 1, 1), device={"is_gpu": False, "name": "cpu"})) == []
 
@@ -355,7 +397,59 @@ def test_merging_takes_the_later_file_for_a_group_that_both_have():
         (1, "none", 500),
     ]
     assert len(merged["details"]) == 2
-    assert merged["settings"] == [{"a": 1}, {"a": 1}]
+    assert merged["settings"] == [{"a": 1}]
+
+
+def test_a_merged_result_merges_with_itself():
+    once = merge_results([result_of(measured("none", True, 1000, 1000), settings={"context": 1, "sources": "x"})])
+    assert merge_results([once, once]) == once
+
+
+def test_what_another_part_has_measured_is_not_left_out():
+    whole = result_of(measured("none", True, 1000, 1000))
+    whole["left_out"] = [
+        {"what": "flashinfer torch-cudagraph K=6 batch=8 context=1024", "why": "the time is over"},
+        {"what": "flashinfer torch-cudagraph K=6 batch=8 context=4096", "why": "the time is over"},
+    ]
+    merged = merge_results([whole, whole])
+    assert [entry["what"] for entry in merged["left_out"]] == ["flashinfer torch-cudagraph K=6 batch=8 context=4096"]
+
+
+@pytest.mark.parametrize("what", ["context", "capture", "dtype", "tokens_per_block", "model_kwargs"])
+def test_parts_that_were_set_up_differently_are_not_merged(what):
+    with pytest.raises(MergeError, match=f"differ in {what}: one and other; measure all parts alike"):
+        merge_results([result_of(settings={what: "one"}), result_of(settings=[{what: "one"}, {what: "other"}])])
+
+
+def test_parts_from_different_states_of_the_code_are_told(caplog):
+    merge_results([result_of(settings={"sources": "one"}), result_of(settings={"sources": "one"})])
+    assert not caplog.records
+    merge_results([result_of(settings={"sources": "one"}), result_of(settings={"sources": "other"})])
+    assert "different states of the code" in caplog.text
+
+
+def test_the_digest_of_the_code_changes_with_each_file_that_decides_what_is_measured(tmp_path, monkeypatch):
+    for name in ("auto_deploy_ext", "transforms", "configs"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "heads"))
+    (tmp_path / "pyproject.toml").touch()
+
+    def digest(folder) -> str:
+        code = "from auto_deploy_ext.bench.results import sources; print(sources())"
+        environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+        command = [sys.executable, "-c", code]
+        return subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True, text=True).stdout
+
+    found = [digest(tmp_path)]
+    for path in ("transforms/scope_host_mirrors.py", "configs/embedded/bench_tiny.yaml", "auto_deploy_ext/effects.py"):
+        with (tmp_path / path).open("a") as file:
+            file.write("# more\n")
+        found.append(digest(tmp_path))
+    assert len(set(found)) == 4
+    # As it is installed, two folders lie in the package.
+    (tmp_path / "pyproject.toml").unlink()
+    for name in ("transforms", "configs"):
+        (tmp_path / name).rename(tmp_path / "auto_deploy_ext" / name)
+    assert digest(tmp_path) == found[-1]
 
 
 @pytest.mark.parametrize("what", ["config", "device", "versions"])
@@ -372,6 +466,13 @@ def test_a_plot_shows_all_parts(tmp_path):
     ]
     write_plot(result, tmp_path / "made" / "plot.png")
     assert (tmp_path / "made" / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_takes_any_name_and_is_a_png_whatever_its_file_is_called(tmp_path):
+    cells = measured("none", True, 1000, 1000), measured("auto", True, 1100, 1000)
+    result = result_of(*cells, config="a$_{$.yaml", device={"is_gpu": True, "name": "$\\x$"})
+    write_plot(result, tmp_path / "plot")
+    assert (tmp_path / "plot").read_bytes().startswith(b"\x89PNG")
 
 
 def error_bars(result: dict) -> dict[str, list[tuple[float, float]]]:
@@ -532,7 +633,12 @@ WHOLE = result_of(measured("none", True, 1000, 1000), measured("auto", True, 110
         (json.dumps(altered(WHOLE, [2, 1], "details", 0, "ratio_quartiles")), "details[0].ratio_quartiles is [2, 1]"),
         (json.dumps(altered(WHOLE, [0, 0, 0], "details", 1, "repetition_step_us")), "is [0, 0, 0]"),
         (json.dumps(altered(WHOLE, [1, 1], "details", 1, "repetition_step_us")), "not as many entries as others"),
-        (json.dumps(altered(WHOLE, math.nan, "cells", 1, "ratio_to_limit")), "cells[1].ratio_to_limit is nan"),
+        (json.dumps(altered(WHOLE, math.nan, "cells", 1, "ratio_to_limit")), "NaN is no number of JSON"),
+        (json.dumps(altered(WHOLE, math.inf, "device", "memory_gib")), "Infinity is no number of JSON"),
+        (json.dumps(altered(WHOLE, 1.5, "cells", 1, "ratio_to_limit")), "are 1.1 and 1.1, and the cell's ratio is 1.5"),
+        (json.dumps(altered(WHOLE, ["a"], "settings")), "settings[0] is 'a'"),
+        (json.dumps({**WHOLE, "cells": WHOLE["cells"][1:], "details": WHOLE["details"][1:]}), "has no none beside it"),
+        (json.dumps({**WHOLE, "scale": [{**WHOLE["cells"][0], "context": 8}] * 2}), "none True 8 more than once"),
         (json.dumps(altered(WHOLE, -5, "cells", 1, "step_us")), "cells[1].step_us is -5"),
         (json.dumps(altered(WHOLE, 10**400, "cells", 1, "run_ahead")), "cells[1].run_ahead is 1000"),
         (json.dumps(altered(WHOLE, True, "cells", 1, "k")), "cells[1].k is True"),
@@ -540,7 +646,7 @@ WHOLE = result_of(measured("none", True, 1000, 1000), measured("auto", True, 110
         (json.dumps(altered(WHOLE, "nonsense", "cells", 1, "policy")), "cells[1].policy is 'nonsense'"),
         (json.dumps(altered(WHOLE, "no", "device", "is_gpu")), "device.is_gpu is 'no'"),
         (json.dumps({**WHOLE, "cells": [*WHOLE["cells"], WHOLE["cells"][0]]}), "none True more than once"),
-        (json.dumps({**WHOLE, "details": []}), "is in one of cells and details only"),
+        (json.dumps({**WHOLE, "details": []}), "none True is in cells and not in details"),
         ("[" * 100_000, "is no JSON file"),
         (json.dumps({**WHOLE, "cells": ["auto"]}), "cells[0] is 'auto'"),
         (
