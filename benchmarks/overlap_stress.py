@@ -395,6 +395,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def run_cases(options: argparse.Namespace) -> list[Report]:
     """Run the cases, and say on stderr what was wrong; all configs are read before the first is built.
 
+    What has been found so far is written after each case.
+
     Raises:
         ConfigError: a draft does not fit a page.
         UsageError: see `run_case`.
@@ -406,7 +408,19 @@ def run_cases(options: argparse.Namespace) -> list[Report]:
         reports.append(run_case(case, options))
         for error in reports[-1].errors:
             print(f"{case}: {error}", file=sys.stderr)
+        write(options, reports)
     return reports
+
+
+def write(options: argparse.Namespace, reports: list[Report]) -> None:
+    """Write reports, if a file is asked for."""
+    if options.json is None:
+        return
+    versions = {"torch": torch.__version__, "device": options.device}
+    if options.device == "cuda":
+        versions["gpu"] = torch.cuda.get_device_name()
+    content = {**versions, "seed": options.seed, "cases": [asdict(report) for report in reports]}
+    write_text(options.json, json.dumps(content, indent=1) + "\n")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -420,12 +434,6 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"overlap_stress: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     print(table(reports))
-    if options.json is not None:
-        versions = {"torch": torch.__version__, "device": options.device}
-        if options.device == "cuda":
-            versions["gpu"] = torch.cuda.get_device_name()
-        content = {**versions, "seed": options.seed, "cases": [asdict(report) for report in reports]}
-        write_text(options.json, json.dumps(content, indent=1) + "\n")
     return 1 if any(report.errors for report in reports) else 0
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import cProfile
 import pstats
+import re
 import statistics
 import sys
 from collections.abc import Sequence
@@ -28,10 +29,11 @@ from auto_deploy_ext.bench.measure import Steps
 from auto_deploy_ext.bench.pipelines import Limits, ModelSource
 from auto_deploy_ext.bench.policies import make_forwards
 from auto_deploy_ext.bench.session import without_collection
-from auto_deploy_ext.commands.command_line import positive
+from auto_deploy_ext.commands.command_line import one_of, positive
 from auto_deploy_ext.embedded.config import ConfigError
 from auto_deploy_ext.embedded.custom_ops.attention_interface import AttentionRegistry
 from auto_deploy_ext.embedded.pipeline import use_device
+from auto_deploy_ext.embedded.transform.library.compile_model import COMPILE_BACKENDS
 from auto_deploy_ext.rewriting.fusion import reason_without_triton
 
 STEPS = 64
@@ -91,10 +93,10 @@ def build(source: ModelSource, variants: Sequence[Variant], options: argparse.Na
         forwards = make_forwards(pipeline, variants)
         pipeline.compile()
         steps = Steps(pipeline, forwards, make_ring(pipeline.cm, options.batch, options.k, options.context))
-    except (ValueError, ImportError) as error:
+        for variant in variants:
+            steps.warm_up(variant)
+    except (ValueError, ImportError, RuntimeError) as error:  # also what capture and the device's memory raise
         raise BenchError(f"{backend} cannot be built: {error}") from error
-    for variant in variants:
-        steps.warm_up(variant)
     return steps
 
 
@@ -129,7 +131,7 @@ def named(function: tuple[str, int, str]) -> str:
     """A function's name and place, without what differs from machine to machine or from policy to policy."""
     path, line, name = function
     if path in ("~", ""):
-        return name
+        return re.sub(r" at 0x[0-9a-f]+", "", name)
     if path.startswith("<eval_with_key>"):
         return f"generated code: {name}"
     return f"{'/'.join(Path(path).parts[-2:])}:{line} {name}"
@@ -140,21 +142,37 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="bench_llama8b_eagle3")
     parser.add_argument("--attn", default="flashinfer", help="attention backend of target and drafter")
-    parser.add_argument("--compile", default="torch-simple", choices=["torch-simple", "torch-cudagraph"])
+    parser.add_argument(
+        "--compile",
+        default="torch-simple",
+        type=one_of("compile backend", COMPILE_BACKENDS),
+        metavar="BACKEND",
+        help=f"of {', '.join(COMPILE_BACKENDS)} (default: %(default)s)",
+    )
     parser.add_argument("--k", type=positive, default=6)
     parser.add_argument("--batch", type=positive, default=64)
     parser.add_argument("--context", type=positive, default=1024)
-    parser.add_argument("--policies", nargs=2, choices=POLICIES, default=["auto", "none"], help="this one, less that")
+    parser.add_argument(
+        "--policies",
+        nargs=2,
+        type=one_of("policy", POLICIES),
+        default=["auto", "none"],
+        metavar="POLICY",
+        help=f"this one, less that; of {', '.join(POLICIES)} (default: auto none)",
+    )
     parser.add_argument("--unfused", action="store_true", help="without fuse_metadata_mutations")
     parser.add_argument("--repetitions", type=positive, default=15)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if len(set(options.policies)) == 1:
+        parser.error(f"argument --policies: {options.policies[0]} is compared with itself; name two")
+    return options
 
 
 def difference(mine: Profile, its: Profile) -> tuple[list[Row], float]:
     """Functions that are not called equally often, largest difference first; and what the others differ by in all."""
     nothing = (0.0, 0.0)
     rows, alike = [], 0.0
-    for name in {*mine, *its}:
+    for name in sorted({*mine, *its}):
         (calls, microseconds), (fewer, less) = mine.get(name, nothing), its.get(name, nothing)
         if calls == fewer:
             alike += microseconds - less

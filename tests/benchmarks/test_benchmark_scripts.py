@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import random
 import sys
 from pathlib import Path
@@ -92,12 +93,25 @@ def test_a_file_that_cannot_be_written_is_told_before_anything_is_built(request,
             "unknown pair of attention backends 'triton:tritn'; did you mean 'triton:triton'?",
         ),
         ("equality", "dtype", "float23", "unknown dtype 'float23'; did you mean 'float32'?"),
+        (
+            "step_profile",
+            "compile",
+            "torch-simpel",
+            "unknown compile backend 'torch-simpel'; did you mean 'torch-simple'?",
+        ),
     ],
 )
 def test_a_misspelled_name_is_answered_with_the_right_one(request, capsys, name, option, wrong, message):
     script = request.getfixturevalue(name)
     assert refused(script, capsys, f"--{option}", wrong) == f"argument --{option}: {message}"
-    assert refused(script, capsys, f"--{option}") == f"argument --{option}: expected at least one argument"
+    assert refused(script, capsys, f"--{option}").startswith(f"argument --{option}: expected ")
+
+
+def test_two_policies_are_compared(step_profile, capsys):
+    message = refused(step_profile, capsys, "--policies", "auto", "rplay")
+    assert message == "argument --policies: unknown policy 'rplay'; did you mean 'replay'?"
+    message = refused(step_profile, capsys, "--policies", "auto", "auto")
+    assert message == "argument --policies: auto is compared with itself; name two"
 
 
 # ---------------------------------------------------------------- overlap_stress
@@ -182,18 +196,22 @@ def test_a_case_that_answers_nothing_is_an_error(stress):
 
 def entry(attention: str, dtype: str, capture: str, overlap: bool, **changes: Any) -> dict[str, Any]:
     numbers = {"noise": 1e-6, "num_tokens": 8, "num_close": 0, "parted": 0, "num_prompts": 2}
-    way = {"attention": attention, "dtype": dtype, "capture": capture, "overlap": overlap}
+    way = {"attention": attention, "dtype": dtype, "capture": capture, "fused": False, "overlap": overlap}
     return {**way, "equal": True, "identical": True, **numbers, **changes}
 
 
-def result_file(path: Path, *entries: dict[str, Any], **about: str) -> str:
-    """A file of results as it was before there was `left_out`."""
+def result_file(path: Path, *entries: dict[str, Any], **about: Any) -> str:
     path.write_text(json.dumps({"torch": "2.11.0", "device": "cpu", **about, "ways": entries}))
     return str(path)
 
 
 @no_gpu
 def test_ways_that_this_machine_cannot_run_are_left_out_with_the_reason(equality, capsys):
+    fused = equality.parse(["--device", "cpu", "--attn", "torch:torch", "--dtype", "float32"])
+    assert list(map(str, equality.ways(fused)[0])) == [
+        *("torch:torch float32 simple", "torch:torch float32 simple fused", "torch:torch float32 consumers"),
+        *("torch:torch float32 segments", "torch:torch float32 segments fused", "torch:torch float32 full"),
+    ]
     options = equality.parse(["--device", "cpu", "--attn", "triton:torch_paged", "torch_paged:torch_paged"])
     chosen, left_out = equality.ways(options)
     assert list(map(str, chosen)) == [
@@ -222,6 +240,7 @@ def test_a_run_writes_what_it_found_and_what_it_left_out(equality, capsys, tmp_p
     assert equality.main([*options, "--tokens", "4", "--json", str(found)]) == 0
     result = json.loads(found.read_text())
     assert (result["torch"], result["device"], "gpu" in result) == (torch.__version__, "cpu", False)
+    assert result["tokens"] == 4
     assert [way["overlap"] for way in result["ways"]] == [False, True]
     for way in result["ways"]:
         assert (way["equal"], way["identical"], way["parted"], way["num_tokens"]) == (True, True, 0, 8)
@@ -268,6 +287,7 @@ def test_merged_ways_stand_in_order_and_the_later_file_wins(equality, capsys, tm
         entry("torch:torch", "bfloat16", "simple", True),
         entry("torch:torch", "bfloat16", "simple", False, num_tokens=8),
         entry("torch:torch", "float32", "full", True),
+        left_out=[{"way": "flashinfer:triton float32 segments", "why": "FlashInfer has no float32"}],
     )
     second = result_file(
         tmp_path / "second.json",
@@ -287,12 +307,13 @@ def test_merged_ways_stand_in_order_and_the_later_file_wins(equality, capsys, tm
         ("triton:triton", "float32", "simple", False, 8),
     ]
     reasons = {left["way"]: left["why"] for left in result["left_out"]}
+    assert reasons["torch:torch float32 simple fused"] == "not measured"
     # Of all ways one is whole, and three are there with or without overlap alone.
     assert len(reasons) == len(result["left_out"]) == len(equality.MATRIX) - 1
     assert reasons["torch:torch float32 simple without overlap"] == "not measured"
     assert reasons["triton:triton float32 simple with overlap"] == "not measured"
     assert reasons["torch:torch float32 consumers"] == "not measured"
-    assert reasons["flashinfer:triton float32 segments"] == "not measured: FlashInfer has no float32"
+    assert reasons["flashinfer:triton float32 segments"] == "FlashInfer has no float32"
     assert "torch:torch bfloat16 simple" not in reasons
     assert "left out, not measured: torch:torch float32 simple without overlap" in capsys.readouterr().out
 
@@ -312,6 +333,7 @@ def test_a_merged_result_merges_with_itself(equality, tmp_path):
         ({"torch": "2.9.1"}, "torch: {first} has 2.11.0, {second} has 2.9.1"),
         ({"device": "cuda"}, "device: {first} has cpu, {second} has cuda"),
         ({"gpu": "NVIDIA H200"}, "gpu: {first} has None, {second} has NVIDIA H200"),
+        ({"tokens": 8}, "tokens: {first} has None, {second} has 8"),
     ],
 )
 def test_results_of_different_machines_are_not_merged(equality, capsys, tmp_path, about, what):
@@ -329,7 +351,13 @@ def test_results_of_different_machines_are_not_merged(equality, capsys, tmp_path
         (None, "cannot be read: No such file or directory"),
         ("{", "is no JSON file: "),
         ("[]", "was not written by decoding_equality.py"),
-        ('{"ways": [{}]}', "ways[0] has no attention, dtype, capture, overlap, "),
+        ('{"ways": [{}]}', "ways[0] has no attention, dtype, capture, fused, overlap, "),
+        ('{"ways": [], "left_out": ["all"]}', "left_out[0] has no way and why"),
+        ("[" * 100_000, "is no JSON file: "),
+        *(
+            (json.dumps({"ways": [entry("torch:torch", "float32", "simple", True, noise=noise)]}), "has no noise")
+            for noise in (math.nan, -1.0, 10**400)
+        ),
         (json.dumps({"ways": [entry("torch:torch", "float32", "some", True)]}), "ways[0] is torch:torch float32 some"),
     ],
 )
@@ -347,6 +375,41 @@ def test_an_entry_that_is_not_equal_or_none_at_all_exits_with_one(equality, tmp_
     bad["equal"] = bad["identical"] = False
     assert equality.main(["--merge", result_file(tmp_path / "bad.json", good, bad)]) == 1
     assert equality.main(["--merge", result_file(tmp_path / "none.json")]) == 1
+
+
+def test_a_way_that_fails_is_left_out_and_the_others_go_on(equality, tmp_path, monkeypatch):
+    def judge(way, *_):
+        if way.dtype == "float32":
+            raise RuntimeError("out of memory\nand more")
+        yield entry(*way[:3], False)
+
+    monkeypatch.setattr(equality, "judge", judge)
+    found = tmp_path / "found.json"
+    options = ["--device", "cpu", "--attn", "torch_paged:torch_paged", "--json", str(found)]
+    assert equality.main(options) == 1
+    result = json.loads(found.read_text())
+    assert [way["dtype"] for way in result["ways"]] == ["bfloat16"]
+    why = "it failed: RuntimeError: out of memory"
+    assert result["left_out"] == [{"way": "torch_paged:torch_paged float32 simple", "why": why}]
+    # A file that says so exits with 1 when it is merged, until another one has measured that way.
+    assert equality.main(["--merge", str(found)]) == 1
+    both = [entry("torch_paged:torch_paged", "float32", "simple", overlap) for overlap in (False, True)]
+    assert (
+        equality.main(["--merge", str(found), result_file(tmp_path / "more.json", *both, **equality_about(result))])
+        == 0
+    )
+
+
+def equality_about(result: dict[str, Any]) -> dict[str, Any]:
+    return {field: result[field] for field in ("torch", "device", "tokens")}
+
+
+def test_merging_takes_no_option_of_a_measurement(equality, capsys, tmp_path):
+    path = result_file(tmp_path / "result.json", entry("torch:torch", "float32", "simple", True))
+    line = one_line(equality, capsys, "--merge", path, "--tokens", "3", "--attn", "torch:torch")
+    assert line == (
+        "decoding_equality: --merge measures nothing, so it takes no --attn, --tokens; leave one or the other out"
+    )
 
 
 # ---------------------------------------------------------------- step_profile
@@ -376,6 +439,29 @@ def test_drafts_longer_than_a_page_are_told_before_anything_is_built(step_profil
     line = one_line(step_profile, capsys, "--config", "bench_tiny", "--attn", "torch_paged", "--k", "9")
     assert line.startswith("step_profile: torch_paged torch-simple K=9 cannot be built: ")
     assert "a page must hold the 10 tokens of one step" in line
+
+
+def test_what_a_capture_refuses_is_told_in_one_line(step_profile, capsys):
+    """Attention that plans on the host cannot be part of a consumer's graph on a CPU."""
+    options = ["--config", "bench_tiny", "--attn", "torch_paged", "--k", "3", "--batch", "2", "--context", "30"]
+    line = one_line(step_profile, capsys, *options, "--compile", "torch-cudagraph")
+    assert line.startswith("step_profile: torch_paged torch-cudagraph K=3 cannot be built: ")
+
+
+def test_names_hold_no_addresses(step_profile):
+    assert step_profile.named(("~", 0, "<function Event.record at 0x7f3636f2e980>")) == "<function Event.record>"
+    assert step_profile.named(("/a/b/c.py", 3, "f")) == "b/c.py:3 f"
+    assert step_profile.named(("<eval_with_key>.7", 3, "forward")) == "generated code: forward"
+
+
+def test_policies_are_profiled_side_by_side(step_profile, capsys, monkeypatch):
+    monkeypatch.setattr(step_profile, "STEPS", 4)
+    options = ["--config", "bench_tiny", "--attn", "torch_paged", "--k", "3", "--batch", "2", "--context", "30"]
+    assert step_profile.main([*options, "--policies", "copy", "none", "--repetitions", "1", "--unfused"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("torch_paged torch-simple K=3 batch=2 context=30, torch ")
+    assert lines[1].startswith("step: copy ") and ", none " in lines[1] and "ratio " in lines[1]
+    assert any(line.endswith(" ensure_fresh") for line in lines)
 
 
 def test_functions_that_both_call_equally_often_are_added_up(step_profile, capsys):
