@@ -678,6 +678,8 @@ def main() -> int:
     parser.add_argument("--trace", default=os.devnull, help=argparse.SUPPRESS)
     parser.add_argument("--deadline", type=float, default=math.inf, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error(f"--device {arguments.device}: PyTorch finds no GPU here; --device cpu does without")
     arguments.layer = arguments.layer or ("cuda" if arguments.device.startswith("cuda") else "ordered")
     if arguments.part:
         run_cost(arguments) if arguments.part == "cost" else run_load(arguments)

@@ -178,6 +178,8 @@ def main() -> int:
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--with-transform", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.layer == "cuda" and not torch.cuda.is_available():
+        parser.error("--layer cuda needs a GPU, and PyTorch finds none here; --layer threads does without")
     if arguments.child:
         child(arguments.layer, arguments.with_transform, arguments.runs)
         return 0

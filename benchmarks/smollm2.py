@@ -276,7 +276,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=positive, default=3)
     parser.add_argument("--prompts", type=positive, metavar="N", help="only the first N prompts of each kind")
     parser.add_argument("--json", type=Path, metavar="FILE", help="written after every record")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error(f"--device {arguments.device}: PyTorch finds no GPU here; --device cpu does without")
+    return arguments
 
 
 def chosen_prompts(limit: int | None) -> list[dict[str, str]]:

@@ -424,7 +424,11 @@ def _call_sites(model: EagleWrapper, cm: CachedSequenceInterface) -> tuple[CallS
     if orchestrator_graphs(model) or not sites:
         return sites
     print(
-        "auto-deploy-ext: nothing is scoped, because scope_host_mirrors is not among the config's transforms",
+        "auto-deploy-ext: nothing is scoped, because scope_host_mirrors is missing among the config's transforms, "
+        "or disabled",
         file=sys.stderr,
     )
-    return tuple(replace(site, mirrored_after=site.mirrored_before) for site in sites)
+    return tuple(
+        replace(site, mirrored_after=site.mirrored_before, replayed=(), operand="", copies_operand=False)
+        for site in sites
+    )

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from .discovery import import_submodules
-from .shim.interface import KvCacheConfig
+from .shim.interface import UNKNOWN_FIELD, KvCacheConfig
 from .transform.interface import TransformRegistry
 from .yaml_places import ConfigError, Document, KeyPath, Place, Problem, document_from_overrides, merge, read_document
 
@@ -309,7 +309,7 @@ def _message(detail: ErrorDetails, model: type[BaseModel]) -> str:
         return f"unknown field{_suggest(name, _fields_at(model, detail['loc'][:-1]))}"
     if detail["type"] == "missing":
         return f"the field {name!r} is required"
-    if detail["type"] == _BLOCK_TOO_SMALL:
+    if detail["type"] in (_BLOCK_TOO_SMALL, UNKNOWN_FIELD):
         return detail["msg"]
     if detail["type"] in ("dict_type", "model_type"):
         return f"input should be a mapping, not {_shown(detail['input'])}"

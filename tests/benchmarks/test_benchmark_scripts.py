@@ -114,6 +114,22 @@ def test_two_policies_are_compared(step_profile, capsys):
     assert message == "argument --policies: auto is compared with itself; name two"
 
 
+@no_gpu
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("hostfunc_deadlock", []), ("fusion_launches", ["--device", "cuda"]), ("guided_soak", ["control"])],
+)
+def test_without_a_gpu_nothing_begins_that_needs_one(capsys, monkeypatch, tmp_path, name, options):
+    monkeypatch.syspath_prepend(BENCHMARKS)  # as it is for a script that is run
+    script = load(name)
+    found = tmp_path / "found.json"
+    monkeypatch.setattr(sys, "argv", [name, *options, "--json", str(found)])
+    with pytest.raises(SystemExit) as exit_:
+        script.main()
+    assert exit_.value.code == 2
+    assert "PyTorch finds no" in capsys.readouterr().err and not found.exists()
+
+
 # ---------------------------------------------------------------- overlap_stress
 
 

@@ -162,6 +162,7 @@ def test_run_without_the_pass_says_that_nothing_is_scoped(tmp_path, small_config
     report = run_json(tmp_path, "--config", config)
     assert report["mirrors"]["scoped"] == report["mirrors"]["full"]
     assert mirrored(report, "mirrored_after") == mirrored(report, "mirrored_before") == set(PAGED_READS)
+    assert mirrored(report, "replayed") == set()
     assert "nothing is scoped, because scope_host_mirrors" in capsys.readouterr().err
 
 

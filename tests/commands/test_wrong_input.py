@@ -261,3 +261,35 @@ def test_a_listener_that_raises_takes_no_tokens_from_other_rows(pipeline, overla
     assert [output.tokens for output in engine.result().outputs] == expected
     for number, tokens in enumerate(expected):
         assert sum((event.tokens for event in told if event.request_id == number), ()) == tokens
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("kv_cache_config.tokens_per_blok", 8, "unknown field 'tokens_per_blok'; did you mean 'tokens_per_block'?"),
+        ("model_kwargs.hiden_size", 8, "model_kwargs: unknown field 'hiden_size'; did you mean 'hidden_size'?"),
+        (
+            "speculative_model_kwargs.num_captured_layer",
+            1,
+            "speculative_model_kwargs: unknown field 'num_captured_layer'; did you mean 'num_captured_layers'?",
+        ),
+        (
+            "model_kwargs.model_type",
+            "lama",
+            "model_kwargs.model_type: unknown architecture 'lama'; did you mean 'llama'?",
+        ),
+    ],
+)
+def test_a_misspelled_field_that_others_might_take_is_refused(field: str, value: Any, message: str) -> None:
+    with pytest.raises((ConfigError, ValueError)) as error:
+        build_pipeline(load_config("bench_tiny", overrides={field: value}))
+    assert message in str(error.value)
+    assert len(str(error.value)) < 400
+
+
+def test_fields_that_only_others_know_are_kept() -> None:
+    """AutoDeploy's caches and a model's own code have more fields than those that are known here."""
+    config = load_config(
+        "bench_tiny", overrides={"kv_cache_config.enable_block_reuse": False, "model_kwargs.my_own_field": 3}
+    )
+    assert build_pipeline(config).config.kv_cache_config.model_extra == {"enable_block_reuse": False}

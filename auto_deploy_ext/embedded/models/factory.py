@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ..custom_ops.torch_attention import ATTENTION_IMPLEMENTATION, register_with_transformers
 from .checkpoint import load_weights, stored_config, weight_names
@@ -157,6 +159,19 @@ def _suggestion(name: str, known: Mapping[str, Any]) -> str:
     return f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(known))}"
 
 
+def _check_spelling(given: Iterable[str], defaults: PreTrainedConfig, more: Iterable[str] = ()) -> None:
+    """Refuse a field that is nearly one of a config's; the others may be known to the model alone.
+
+    Raises:
+        ValueError: there is one.
+    """
+    known = {*defaults.to_dict(), *type(defaults).attribute_map, *more}
+    for name in given:
+        near = [] if name in known else difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.8)
+        if near:
+            raise ValueError(f"unknown field {name!r}; did you mean {near[0]!r}?")
+
+
 class _FlatForward:
     """Mixin that gives a causal language model of transformers the signature that the pipeline exports."""
 
@@ -219,12 +234,20 @@ class CausalLMFactory(ModelFactory):
         if self.model_directory is not None:
             stored_config(self.model_directory)
             with _naming(f"{self.model_directory / 'config.json'} with model_kwargs"):
+                stored = AutoConfig.from_pretrained(self.model_directory, local_files_only=True)
+                _check_spelling(kwargs, stored)
                 return AutoConfig.from_pretrained(self.model_directory, local_files_only=True, **kwargs)
         model_type = kwargs.pop("model_type", None)
         if model_type is None:
             raise ValueError("model_kwargs.model_type is missing: name an architecture of transformers, such as llama")
+        if model_type not in CONFIG_MAPPING:
+            near = difflib.get_close_matches(str(model_type), CONFIG_MAPPING, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"transformers {transformers.__version__} does not know it"
+            raise ValueError(f"model_kwargs.model_type: unknown architecture {model_type!r}; {hint}")
         with _naming("model_kwargs"):
-            return AutoConfig.for_model(model_type, **kwargs)
+            config = AutoConfig.for_model(model_type, **kwargs)
+            _check_spelling(kwargs, type(config)())
+            return config
 
     @property
     def drafter_family(self) -> DrafterFamily | None:
@@ -296,6 +319,8 @@ class CausalLMFactory(ModelFactory):
         fields |= self.speculative_model_kwargs
         fields.pop("model_type", None)
         where = "speculative_model_kwargs" if directory is None else f"{directory / 'config.json'}"
+        with _naming("speculative_model_kwargs"):
+            _check_spelling(self.speculative_model_kwargs, type(target)(), family.further_fields)
         with _naming(where):
             config = type(target)(**fields)
         config._attn_implementation = ATTENTION_IMPLEMENTATION

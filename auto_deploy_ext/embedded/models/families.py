@@ -11,6 +11,7 @@ from transformers import LlamaConfig, PreTrainedModel
 
 from .custom.modeling_eagle3 import (
     EAGLE3_DERIVED,
+    EAGLE3_FIELDS,
     Eagle3Drafter,
     Eagle3Options,
     derive_eagle3,
@@ -49,6 +50,7 @@ class DrafterFamily:
         derive: Fills, after loading, what a checkpoint may leave out, from the drafter, the target and the names of
             the weights in the checkpoint.
         derived: The names of all that `derive` can fill.
+        further_fields: Fields of its config that the target's type does not have.
     """
 
     build: Callable[[Any, Any], nn.Module]
@@ -59,6 +61,7 @@ class DrafterFamily:
     weight_name: Callable[[str], str] = str
     derive: Callable[[Any, Any, set[str]], None] = lambda drafter, target, names: None
     derived: tuple[str, ...] = ()
+    further_fields: tuple[str, ...] = ()
 
 
 def _build_eagle3(config: LlamaConfig, target: LlamaConfig) -> nn.Module:
@@ -91,6 +94,7 @@ DRAFTER_FAMILIES: dict[str, DrafterFamily] = {
         weight_name=eagle3_weight_name,
         derive=derive_eagle3,
         derived=EAGLE3_DERIVED,
+        further_fields=EAGLE3_FIELDS,
     ),
     "MTP": DrafterFamily(
         build=lambda config, target: MTPDrafter(config),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from ..custom_ops.attention_interface import (
     KVPagedResourceHandler,
@@ -17,6 +19,8 @@ from ..custom_ops.attention_interface import (
 )
 from ..custom_ops.input_buffer import unknown_name_message
 
+#: type of the error that pydantic reports for a misspelled field.
+UNKNOWN_FIELD = "unknown_field"
 INTERMEDIATE_PREFIX = "intermediate_"
 
 
@@ -33,6 +37,19 @@ class KvCacheConfig(BaseModel):
     max_tokens: int | None = Field(
         default=None, ge=1, description="Tokens that the paged caches hold at most; by default what a full batch needs."
     )
+
+    @model_validator(mode="after")
+    def _check_spelling(self) -> KvCacheConfig:
+        """AutoDeploy has more fields than these; one that is nearly one of these is a mistake."""
+        for name in self.model_extra or ():
+            near = difflib.get_close_matches(name, type(self).model_fields, n=1, cutoff=0.8)
+            if near:
+                raise PydanticCustomError(
+                    UNKNOWN_FIELD,
+                    "unknown field {name}; did you mean {near}?",
+                    {"name": repr(name), "near": repr(near[0])},
+                )
+        return self
 
 
 class KvCacheManager:

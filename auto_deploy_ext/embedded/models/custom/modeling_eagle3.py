@@ -202,6 +202,15 @@ class Eagle3Drafter(nn.Module):
 
 EAGLE3_DERIVED = ("t2d", "lm_head.weight")
 """What a checkpoint may leave out although the drafter has it: see `derive_eagle3`."""
+EAGLE3_FIELDS = (
+    "target_hidden_size",
+    "num_captured_layers",
+    "draft_vocab_size",
+    "own_embedding",
+    "own_lm_head",
+    "eagle_config",
+)
+"""What `Eagle3Options.from_config` reads beside a Llama's own fields."""
 
 
 def eagle3_weight_name(name: str) -> str:
