@@ -33,6 +33,7 @@ from rich.table import Table
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from auto_deploy_ext import SequenceInfo, orchestrator_graphs
+from auto_deploy_ext.commands.command_line import check_gpu
 from auto_deploy_ext.embedded.config import load_config
 from auto_deploy_ext.embedded.pipeline import Pipeline, build_pipeline
 from auto_deploy_ext.rewriting.fusion import fuse_graphs
@@ -329,8 +330,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, help="write the results there")
     options = parser.parse_args(arguments)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: PyTorch finds no GPU here; --device cpu does without")
+    if options.device == "cuda":
+        check_gpu(parser, "--device cuda", "--device cpu")
     console = Console()
     rows = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

@@ -34,6 +34,7 @@ from typing import Any
 import torch
 from watchdog import Watched, watch_child
 
+from auto_deploy_ext.commands.command_line import check_gpu
 from auto_deploy_ext.embedded.config import load_config
 from auto_deploy_ext.embedded.guided import GrammarSpec, GuidedEngine, GuidedOutput, GuidedRequest, Vocabulary
 from auto_deploy_ext.embedded.pipeline import Pipeline, build_pipeline
@@ -678,8 +679,8 @@ def main() -> int:
     parser.add_argument("--trace", default=os.devnull, help=argparse.SUPPRESS)
     parser.add_argument("--deadline", type=float, default=math.inf, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.device.startswith("cuda") and not torch.cuda.is_available():
-        parser.error(f"--device {arguments.device}: PyTorch finds no GPU here; --device cpu does without")
+    if arguments.device.startswith("cuda"):
+        check_gpu(parser, f"--device {arguments.device}", "--device cpu")
     arguments.layer = arguments.layer or ("cuda" if arguments.device.startswith("cuda") else "ordered")
     if arguments.part:
         run_cost(arguments) if arguments.part == "cost" else run_load(arguments)

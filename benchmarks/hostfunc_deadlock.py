@@ -23,6 +23,7 @@ from torch import nn
 from watchdog import watch_child
 
 from auto_deploy_ext import SharedConfig, TransformRegistry
+from auto_deploy_ext.commands.command_line import check_gpu
 from auto_deploy_ext.embedded.graph_runner import GraphRunner
 from auto_deploy_ext.hostfuncs import HostFuncOwner, ThreadStreams, hostfunc, use_owner
 from auto_deploy_ext.hostfuncs.launch import LaunchLayer
@@ -178,8 +179,8 @@ def main() -> int:
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--with-transform", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.layer == "cuda" and not torch.cuda.is_available():
-        parser.error("--layer cuda needs a GPU, and PyTorch finds none here; --layer threads does without")
+    if arguments.layer == "cuda":
+        check_gpu(parser, "--layer cuda", "--layer threads")
     if arguments.child:
         child(arguments.layer, arguments.with_transform, arguments.runs)
         return 0

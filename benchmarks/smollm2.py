@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM
 
 from auto_deploy_ext.bench.cells import Backend
 from auto_deploy_ext.bench.pipelines import BenchPipeline, Limits, ModelSource
-from auto_deploy_ext.commands.command_line import positive
+from auto_deploy_ext.commands.command_line import check_gpu, positive
 from auto_deploy_ext.commands.decode_run import DecodeOptions, Decoder
 from auto_deploy_ext.commands.report import write_text
 from auto_deploy_ext.embedded.tokenizer import load_tokenizer
@@ -277,8 +277,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=positive, metavar="N", help="only the first N prompts of each kind")
     parser.add_argument("--json", type=Path, metavar="FILE", help="written after every record")
     arguments = parser.parse_args()
-    if arguments.device.startswith("cuda") and not torch.cuda.is_available():
-        parser.error(f"--device {arguments.device}: PyTorch finds no GPU here; --device cpu does without")
+    if arguments.device.startswith("cuda"):
+        check_gpu(parser, f"--device {arguments.device}", "--device cpu")
     return arguments
 
 

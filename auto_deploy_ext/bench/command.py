@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from ..commands.command_line import finite, one_of, one_thread, options_besides, positive, why_not_writable
+from ..spelling import unknown_name_message
 from .cells import POLICIES, BenchError
 
 if TYPE_CHECKING:
@@ -174,7 +175,6 @@ def _check_writable(option: str, path: Path, is_folder: bool = False) -> None:
 def _check_backends(attention: Iterable[str], compiled: Iterable[str]) -> None:
     """Raise BenchError for a name that no backend has."""
     from ..embedded.custom_ops.attention_interface import AttentionRegistry
-    from ..embedded.custom_ops.input_buffer import unknown_name_message
     from ..embedded.transform.library.compile_model import COMPILE_BACKENDS
 
     for name in attention:

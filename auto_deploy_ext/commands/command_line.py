@@ -10,6 +10,8 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ..spelling import unknown_name_message
+
 #: what a file's name ends in until it is complete.
 PART = ".part"
 
@@ -52,8 +54,6 @@ def one_of(kind: str, names: Iterable[str]) -> Callable[[str], str]:
 
     def name(text: str) -> str:
         if text not in known:
-            from ..embedded.custom_ops.input_buffer import unknown_name_message
-
             raise argparse.ArgumentTypeError(unknown_name_message(kind, text, known))
         return text
 
@@ -71,6 +71,20 @@ def options_besides(kept: Container[str], said: argparse.Namespace, unsaid: argp
     known = vars(unsaid)
     found = [name for name, value in vars(said).items() if name not in kept and value != known.get(name, value)]
     return ", ".join("--" + name.replace("_", "-") for name in sorted(found))
+
+
+def check_gpu(parser: argparse.ArgumentParser, option: str, instead: str) -> None:
+    """End a command with exit code 2 where an option asks for a GPU and PyTorch finds none.
+
+    Args:
+        parser: the command's.
+        option: the option, as it was said.
+        instead: what does without.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        parser.error(f"{option}: PyTorch finds no GPU here; {instead} does without")
 
 
 def writable(text: str) -> Path:

@@ -19,18 +19,11 @@ from auto_deploy_ext.commands.report import MirrorTotals, call_site_table, disti
 from auto_deploy_ext.embedded.tokenizer import ByteTokenizer, load_tokenizer
 from auto_deploy_ext.reports.mirror_plan import CallSite, MirrorPlan
 from auto_deploy_ext.runtime.mirrors import Transfer
+from tests.small_config import SMALL
 
 PAGED_READS = ["cu_num_pages_host", "cu_seqlen_host", "last_page_len_host", "seq_len_with_cache_host"]
 
-#: a model that is exported in a moment
-SMALL = """
-model_kwargs: {model_type: llama, vocab_size: 256, hidden_size: 32, intermediate_size: 32, num_hidden_layers: 1,
-               num_attention_heads: 2, num_key_value_heads: 2, head_dim: 16}
-speculative_config: {decoding_type: Eagle3, max_draft_len: 2, eagle3_layers_to_capture: [0]}
-speculative_model_kwargs: {num_captured_layers: 1}
-kv_cache_config: {tokens_per_block: 4}
-max_seq_len: 32
-prompts: [ab, [1, 2, 3]]
+CONFIG = f"""{SMALL}prompts: [ab, [1, 2, 3]]
 max_new_tokens: 5
 """
 
@@ -41,7 +34,7 @@ def small_config(tmp_path):
 
     def write(more: str = "", without: str = "") -> str:
         path = tmp_path / "small.yaml"
-        path.write_text("".join(line for line in SMALL.splitlines(True) if not without or without not in line) + more)
+        path.write_text("".join(line for line in CONFIG.splitlines(True) if not without or without not in line) + more)
         return str(path)
 
     return write

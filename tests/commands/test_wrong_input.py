@@ -17,6 +17,7 @@ from auto_deploy_ext.embedded.config import ConfigError, load_config
 from auto_deploy_ext.embedded.generation import Engine, generate
 from auto_deploy_ext.embedded.models.checkpoint import CheckpointError, load_weights, stored_config, weight_names
 from auto_deploy_ext.embedded.models.custom.modeling_eagle3 import Eagle3Options, captured_layers
+from auto_deploy_ext.embedded.models.factory import CausalLMFactory
 from auto_deploy_ext.embedded.pipeline import Pipeline, build_pipeline
 from auto_deploy_ext.embedded.requests import Request, TokenEvent
 from auto_deploy_ext.embedded.tokenizer import CheckpointTokenizer, TokenizerError
@@ -285,6 +286,13 @@ def test_a_misspelled_field_that_others_might_take_is_refused(field: str, value:
         build_pipeline(load_config("bench_tiny", overrides={field: value}))
     assert message in str(error.value)
     assert len(str(error.value)) < 400
+
+
+def test_a_misspelled_field_beside_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    LlamaForCausalLM(LlamaConfig(**SIZES, its_own_field=3)).config.save_pretrained(tmp_path)
+    for name, known in (("hiden_size", "hidden_size"), ("its_own_fild", "its_own_field")):
+        with pytest.raises(ValueError, match=f"unknown field '{name}'; did you mean '{known}'?"):
+            CausalLMFactory(str(tmp_path), model_kwargs={name: 8}).target_config  # noqa: B018
 
 
 def test_fields_that_only_others_know_are_kept() -> None:

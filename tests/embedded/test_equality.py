@@ -22,15 +22,9 @@ from auto_deploy_ext.embedded.equality import (
 )
 from auto_deploy_ext.embedded.generation import generate
 from auto_deploy_ext.embedded.pipeline import Pipeline, build_pipeline
+from tests.small_config import SMALL
 
-SMALL = """
-model_kwargs: {model_type: llama, vocab_size: 256, hidden_size: 32, intermediate_size: 32, num_hidden_layers: 1,
-               num_attention_heads: 2, num_key_value_heads: 2, head_dim: 16}
-speculative_config: {decoding_type: Eagle3, max_draft_len: 2, eagle3_layers_to_capture: [0]}
-speculative_model_kwargs: {num_captured_layers: 1}
-kv_cache_config: {tokens_per_block: 4}
-attn_backend: torch_paged
-max_seq_len: 32
+CONFIG = f"""{SMALL}attn_backend: torch_paged
 max_num_tokens: 8
 dtype: float32
 """
@@ -39,7 +33,7 @@ dtype: float32
 @pytest.fixture(scope="module")
 def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
     path = tmp_path_factory.mktemp("equality") / "small.yaml"
-    path.write_text(SMALL)
+    path.write_text(CONFIG)
     return build_pipeline(load_config(str(path)))
 
 

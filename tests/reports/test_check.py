@@ -20,16 +20,9 @@ from auto_deploy_ext.reports.stale_check import check_module
 from auto_deploy_ext.rewriting.scoping import ScopeOptions, scope_graphs
 from auto_deploy_ext.rewriting.strategies import Analysis, HostTraits, describe_problems
 from tests.orchestrator_programs import OFFSET, SWITCH, build, make_interface
+from tests.small_config import SMALL
 
-#: a model that is exported in a moment
-SMALL = """
-model_kwargs: {model_type: llama, vocab_size: 256, hidden_size: 32, intermediate_size: 32, num_hidden_layers: 1,
-               num_attention_heads: 2, num_key_value_heads: 2, head_dim: 16}
-speculative_config: {decoding_type: Eagle3, max_draft_len: 2, eagle3_layers_to_capture: [0]}
-speculative_model_kwargs: {num_captured_layers: 1}
-kv_cache_config: {tokens_per_block: 4}
-max_seq_len: 32
-attn_backend: torch_paged
+CONFIG = f"""{SMALL}attn_backend: torch_paged
 """
 
 
@@ -119,7 +112,7 @@ def config(tmp_path: Path) -> Any:
 
     def write(more: str = "") -> str:
         path = tmp_path / "small.yaml"
-        path.write_text(SMALL + more)
+        path.write_text(CONFIG + more)
         return str(path)
 
     return write
@@ -223,6 +216,6 @@ def test_a_stale_read_in_the_rewritten_graphs_exits_with_1(tmp_path: Path, confi
 )
 def test_a_wrong_config_exits_with_2(config: Any, capsys: pytest.CaptureFixture[str], more: str, message: str) -> None:
     path = config()
-    Path(path).write_text("".join(line for line in SMALL.splitlines(True) if "attn_backend" not in line) + more)
+    Path(path).write_text("".join(line for line in CONFIG.splitlines(True) if "attn_backend" not in line) + more)
     assert main(["check", "--config", path]) == EXIT_USAGE
     assert message in capsys.readouterr().err

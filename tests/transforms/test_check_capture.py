@@ -22,18 +22,10 @@ from auto_deploy_ext.orchestrator import orchestrator_graphs
 from auto_deploy_ext.rewriting.scoping import ScopeOptions, scope_graphs
 from tests.double import flashinfer as double
 from tests.orchestrator_programs import OFFSET, SWITCH, build, consumer, make_interface
+from tests.small_config import SMALL
 
 PAGED = ("cu_num_pages_host", "cu_seqlen_host", "last_page_len_host", "seq_len_with_cache_host")
 
-#: a model that is exported in a moment
-SMALL = """
-model_kwargs: {model_type: llama, vocab_size: 256, hidden_size: 32, intermediate_size: 32, num_hidden_layers: 1,
-               num_attention_heads: 2, num_key_value_heads: 2, head_dim: 16}
-speculative_config: {decoding_type: Eagle3, max_draft_len: 2, eagle3_layers_to_capture: [0]}
-speculative_model_kwargs: {num_captured_layers: 1}
-kv_cache_config: {tokens_per_block: 4}
-max_seq_len: 32
-"""
 SCOPE = "transforms: {annotate_active_args: {stage: cache_init}, scope_host_mirrors: {stage: cache_init}%s}\n"
 
 

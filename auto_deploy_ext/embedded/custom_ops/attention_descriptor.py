@@ -10,7 +10,7 @@ import torch
 from torch._ops import OpOverloadPacket
 from torch.fx import Node
 
-from .input_buffer import unknown_name_message
+from ...spelling import unknown_name_message
 from .resource_handlers import ResourceHandler
 
 if TYPE_CHECKING:

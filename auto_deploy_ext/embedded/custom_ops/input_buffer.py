@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -14,17 +13,10 @@ import torch
 from ...effects import HOST_SUFFIX
 from ...runtime.copy_memory import LandingPool, StagingRing
 from ...runtime.mirrors import Transfer
+from ...spelling import unknown_name_message
 
 #: ``(name, max_numel, dtype)`` or ``(name, max_numel, dtype, truncatable)``.
 TensorSpec = tuple[Any, ...]
-
-
-def unknown_name_message(kind: str, name: str, known: Iterable[str]) -> str:
-    """Say that ``name`` is unknown, with the closest known one as a suggestion."""
-    known = sorted(known)
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
-    return f"unknown {kind} {name!r}; {hint}"
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from ...runtime import metadata_arithmetic as arithmetic
+from ...spelling import unknown_name_message
 from .batch_info import BatchInfo
-from .input_buffer import InputBuffer, unknown_name_message
+from .input_buffer import InputBuffer
 
 #: Base buffers that `switch_to_generate_` writes.
 SWITCH_WRITES = ("input_ids", "input_pos", "cu_seqlen", "seq_len", "position_ids", "use_initial_states")

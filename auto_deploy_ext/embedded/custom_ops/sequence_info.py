@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from ...effects import HOST_SUFFIX
+from ...spelling import unknown_name_message
 from . import batch_layout
 from .batch_info import BatchInfo
 from .batch_layout import IntList
-from .input_buffer import InputBuffer, unknown_name_message
+from .input_buffer import InputBuffer
 from .metadata_mutations import POOLED_BUFFERS, MetadataMutations
 
 _BATCH_INFO_HOST = "batch_info_host"

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from ...spelling import misspelled
 from ..custom_ops.torch_attention import ATTENTION_IMPLEMENTATION, register_with_transformers
 from .checkpoint import load_weights, stored_config, weight_names
 from .custom.modeling_eagle import EagleWrapper, EagleWrapperConfig
@@ -159,17 +160,15 @@ def _suggestion(name: str, known: Mapping[str, Any]) -> str:
     return f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(known))}"
 
 
-def _check_spelling(given: Iterable[str], defaults: PreTrainedConfig, more: Iterable[str] = ()) -> None:
-    """Refuse a field that is nearly one of a config's; the others may be known to the model alone.
+def _check_spelling(given: Iterable[str], kind: type[PreTrainedConfig], more: Iterable[str] = ()) -> None:
+    """Refuse a field that is nearly one of a kind of config's; the others may be known to the model alone.
 
     Raises:
         ValueError: there is one.
     """
-    known = {*defaults.to_dict(), *type(defaults).attribute_map, *more}
-    for name in given:
-        near = [] if name in known else difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.8)
-        if near:
-            raise ValueError(f"unknown field {name!r}; did you mean {near[0]!r}?")
+    message = misspelled(given, {*kind().to_dict(), *kind.attribute_map, *more})
+    if message is not None:
+        raise ValueError(message)
 
 
 class _FlatForward:
@@ -232,11 +231,11 @@ class CausalLMFactory(ModelFactory):
     def _load_target_config(self) -> PreTrainedConfig:
         kwargs = dict(self.model_kwargs)
         if self.model_directory is not None:
-            stored_config(self.model_directory)
+            stored = stored_config(self.model_directory)
             with _naming(f"{self.model_directory / 'config.json'} with model_kwargs"):
-                stored = AutoConfig.from_pretrained(self.model_directory, local_files_only=True)
-                _check_spelling(kwargs, stored)
-                return AutoConfig.from_pretrained(self.model_directory, local_files_only=True, **kwargs)
+                config = AutoConfig.from_pretrained(self.model_directory, local_files_only=True, **kwargs)
+                _check_spelling(kwargs, type(config), stored)
+                return config
         model_type = kwargs.pop("model_type", None)
         if model_type is None:
             raise ValueError("model_kwargs.model_type is missing: name an architecture of transformers, such as llama")
@@ -246,7 +245,7 @@ class CausalLMFactory(ModelFactory):
             raise ValueError(f"model_kwargs.model_type: unknown architecture {model_type!r}; {hint}")
         with _naming("model_kwargs"):
             config = AutoConfig.for_model(model_type, **kwargs)
-            _check_spelling(kwargs, type(config)())
+            _check_spelling(kwargs, type(config))
             return config
 
     @property
@@ -320,7 +319,7 @@ class CausalLMFactory(ModelFactory):
         fields.pop("model_type", None)
         where = "speculative_model_kwargs" if directory is None else f"{directory / 'config.json'}"
         with _naming("speculative_model_kwargs"):
-            _check_spelling(self.speculative_model_kwargs, type(target)(), family.further_fields)
+            _check_spelling(self.speculative_model_kwargs, type(target), family.further_fields)
         with _naming(where):
             config = type(target)(**fields)
         config._attn_implementation = ATTENTION_IMPLEMENTATION

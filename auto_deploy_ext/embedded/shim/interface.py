@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -11,13 +10,13 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from ...spelling import misspelled, unknown_name_message
 from ..custom_ops.attention_interface import (
     KVPagedResourceHandler,
     ResourceHandler,
     SequenceInfo,
     StateResourceHandler,
 )
-from ..custom_ops.input_buffer import unknown_name_message
 
 #: type of the error that pydantic reports for a misspelled field.
 UNKNOWN_FIELD = "unknown_field"
@@ -41,14 +40,9 @@ class KvCacheConfig(BaseModel):
     @model_validator(mode="after")
     def _check_spelling(self) -> KvCacheConfig:
         """AutoDeploy has more fields than these; one that is nearly one of these is a mistake."""
-        for name in self.model_extra or ():
-            near = difflib.get_close_matches(name, type(self).model_fields, n=1, cutoff=0.8)
-            if near:
-                raise PydanticCustomError(
-                    UNKNOWN_FIELD,
-                    "unknown field {name}; did you mean {near}?",
-                    {"name": repr(name), "near": repr(near[0])},
-                )
+        message = misspelled(self.model_extra or (), type(self).model_fields)
+        if message is not None:
+            raise PydanticCustomError(UNKNOWN_FIELD, "{message}", {"message": message})
         return self
 
 
