@@ -5,7 +5,7 @@ token, under every strategy of `scope_host_mirrors` and as the wrapper is writte
 without speculation for each draft length and batch size, in turn within every repeat; medians count.
 
     python benchmarks/smollm2.py --json benchmarks/results/smollm2_cpu.json
-    python benchmarks/smollm2.py --device cuda --attn triton --compile torch-cudagraph --batch 1 8 --strategies all \
+    python benchmarks/smollm2.py --device cuda --attn triton --compile torch-cudagraph --batch 1 8 --strategies all \\
         --json benchmarks/results/smollm2_gpu.json
 
 Exits with 1 when a token differs in float32 or float64. In half precision near-ties fall differently in a batch of

@@ -58,6 +58,21 @@ class UsageError(ValueError):
     """Something about the command or the config that the user has to change."""
 
 
+class _Version(argparse.Action):
+    """Prints versions when it is asked for, because to learn some of them takes long imports."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from .. import host
+        from ..bench.results import versions
+
+        known = {**versions(), "host": f"{host.name} {host.version}"}
+        print("\n".join(f"{name} {value or 'not there'}" for name, value in known.items()))
+        parser.exit()
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The argument parser of all commands."""
     parser = argparse.ArgumentParser(
@@ -65,6 +80,9 @@ def make_parser() -> argparse.ArgumentParser:
         description="Scopes the host mirrors of a speculative draft loop by an FX pass, and shows what that saves.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--version", action=_Version, help="show the versions of the package and of what it runs on; then exit"
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -10,9 +11,11 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from torch import nn
 
+import auto_deploy_ext
 from auto_deploy_ext import BaseTransform, TransformInfo, TransformRegistry
 from auto_deploy_ext.commands.cli import EXIT_DIFFERENT, EXIT_OK, EXIT_USAGE, main, make_parser
 from auto_deploy_ext.commands.report import MirrorTotals, call_site_table, distinct_call_sites, write_text
@@ -208,6 +211,16 @@ def test_wrong_usage_exits_with_2_and_says_how_it_is_used(capsys, arguments):
         main(arguments)
     assert exit_.value.code == EXIT_USAGE
     assert "usage: auto-deploy-ext" in capsys.readouterr().err
+
+
+def test_version_names_the_package_torch_and_the_host(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["--version"])
+    known = dict(line.split(" ", 1) for line in capsys.readouterr().out.splitlines())
+    assert exit_.value.code == EXIT_OK
+    assert known["auto_deploy_ext"] == importlib.metadata.version("auto_deploy_ext")
+    assert known["torch"] == torch.__version__
+    assert known["host"] == f"embedded {auto_deploy_ext.host.version}"
 
 
 def test_the_package_runs_as_a_module():

@@ -24,31 +24,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--init-from", type=Path, metavar="DIR", help="start with the weights of this head")
     parser.add_argument("--time-budget", type=_above_zero, metavar="SECONDS", help="end by itself within this time")
     parser.add_argument("--steps", type=positive, metavar="N", help="training steps (default: what the time allows)")
-    parser.add_argument("--sequences", type=positive, default=65536, metavar="N", help="sampled sequences at most")
-    parser.add_argument("--sequence-length", type=positive, default=160, metavar="L", help="tokens of each")
-    parser.add_argument("--held-out-sequences", type=positive, default=256, metavar="N", help="never trained on")
+    sampled = "sampled sequences at most (default: %(default)s)"
+    parser.add_argument("--sequences", type=positive, default=65536, metavar="N", help=sampled)
+    parser.add_argument(
+        "--sequence-length", type=positive, default=160, metavar="L", help="tokens of each (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--held-out-sequences", type=positive, default=256, metavar="N", help="never trained on (default: %(default)s)"
+    )
     parser.add_argument("--sample-rows", type=positive, metavar="N", help="sequences side by side in sampling")
     parser.add_argument("--feature-rows", type=positive, metavar="N", help="sequences side by side in computing states")
-    parser.add_argument("--chat-share", type=_share, default=0.55, help="of all texts (default: %(default)s)")
+    share = "share of chats among all texts, where the tokenizer has a template (default: %(default)s)"
+    parser.add_argument("--chat-share", type=_share, default=0.55, metavar="SHARE", help=share)
     share = "share of texts that only a word or two begin (default: %(default)s)"
-    parser.add_argument("--general-share", type=_share, default=0.15, help=share)
-    share = "of the time budget, for sampling (default: %(default)s)"
-    parser.add_argument("--sampling-share", type=_share, default=0.3, help=share)
-    parser.add_argument(
-        "--batch-sequences", type=positive, default=96, metavar="N", help="sequences of a training batch"
-    )
-    parser.add_argument(
-        "--draft-steps", type=positive, default=4, metavar="K", help="draft steps (default: %(default)s)"
-    )
-    parser.add_argument("--draft-vocab", type=positive, default=8192, metavar="N", help="draft vocabulary")
+    parser.add_argument("--general-share", type=_share, default=0.15, metavar="SHARE", help=share)
+    share = "share of the time budget that sampling gets (default: %(default)s)"
+    parser.add_argument("--sampling-share", type=_share, default=0.3, metavar="SHARE", help=share)
+    batch = "sequences of a training batch (default: %(default)s)"
+    parser.add_argument("--batch-sequences", type=positive, default=96, metavar="N", help=batch)
+    steps = "draft steps that the head is trained for (default: %(default)s)"
+    parser.add_argument("--draft-steps", type=positive, default=4, metavar="K", help=steps)
+    vocabulary = "tokens that the head can draft, the most frequent ones (default: %(default)s)"
+    parser.add_argument("--draft-vocab", type=positive, default=8192, metavar="N", help=vocabulary)
     parser.add_argument(
         "--intermediate-size", type=positive, metavar="N", help="of the head's MLP (default: the target's)"
     )
-    parser.add_argument("--learning-rate", type=_above_zero, default=LEARNING_RATE)
-    parser.add_argument("--log-every", type=positive, default=LOG_EVERY, metavar="STEPS")
-    parser.add_argument("--checkpoint-seconds", type=_above_zero, default=45.0, metavar="S", help="between checkpoints")
+    rate = "the highest, after warm-up (default: %(default)s)"
+    parser.add_argument("--learning-rate", type=_above_zero, default=LEARNING_RATE, metavar="RATE", help=rate)
+    steps = "steps between lines of the log and points of the curves (default: %(default)s)"
+    parser.add_argument("--log-every", type=positive, default=LOG_EVERY, metavar="STEPS", help=steps)
+    seconds = "seconds between checkpoints, from which --resume goes on (default: %(default)s)"
+    parser.add_argument("--checkpoint-seconds", type=_above_zero, default=45.0, metavar="S", help=seconds)
     parser.add_argument("--held-out", type=Path, metavar="FILE", help='JSON list of {"kind", "text"}: prompts')
-    parser.add_argument("--seed", type=_seed, default=27)
+    parser.add_argument("--seed", type=_seed, default=27, help="of sampling and training (default: %(default)s)")
     parser.add_argument("--device", help="cuda or cpu (default: what there is)")
     parser.add_argument("-v", "--verbose", action="store_true", help="log more, and show tracebacks of errors")
 
