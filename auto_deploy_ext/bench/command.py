@@ -261,8 +261,9 @@ def _measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     import torch
 
     from ..embedded.pipeline import use_device
+    from ..reports.versions import versions
     from .pipelines import ModelSource
-    from .results import describe_device, make_result, sources, versions
+    from .results import describe_device, make_result, sources
     from .session import DeviceLostError, Effort, LeftOut, Session
 
     source = ModelSource(arguments.config, capture=arguments.capture)

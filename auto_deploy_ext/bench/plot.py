@@ -71,9 +71,11 @@ def draw(result: Mapping[str, Any]) -> Any:
     figure = Figure(figsize=(14, 4.2 * max(rows, 1) + 0.6), layout="constrained")
     grid = figure.add_gridspec(max(rows, 1), 2)
     quartiles = _quartiles(result)
+    contexts = " or ".join(f"{context:,}" for context in sorted({d["context"] for d in result.get("details", ())}))
+    cached = f", {contexts} cached tokens of each row" if contexts else ""
     for row, backend in enumerate(compiled):
         own = [cell for cell in result["cells"] if cell["compile_backend"] == backend]
-        _ratio_bars(figure.add_subplot(grid[row, :]), own, quartiles, backend)
+        _ratio_bars(figure.add_subplot(grid[row, :]), own, quartiles, f"{backend}{cached}")
     if result["scale"]:
         _lines(figure.add_subplot(grid[rows - 1, 0]), result["scale"], over="batch", per="context")
         _lines(figure.add_subplot(grid[rows - 1, 1]), result["scale"], over="context", per="batch")
@@ -94,7 +96,8 @@ def _ratio_bars(
     """Step time over the limit's; the fused cells, where there are any. An error bar goes from quartile to quartile."""
     fused = any(cell["fused"] for cell in cells)
     cells = [cell for cell in cells if cell["fused"] == fused]
-    groups = list(dict.fromkeys(tuple(cell[name] for name in GROUP_KEY) for cell in cells))
+    title = f"{title}, {_fusion(fused)}"
+    groups = sorted({tuple(cell[name] for name in GROUP_KEY) for cell in cells})
     policies = [p for p in POLICIES if p != LIMIT and any(cell["policy"] == p for cell in cells)]
     limits = {tuple(c[name] for name in GROUP_KEY): c["step_us"] for c in cells if c["policy"] == LIMIT}
     width = 0.8 / max(len(policies), 1)
@@ -120,9 +123,13 @@ def _ratio_bars(
     ]
     axes.set_xticks(range(len(groups)), labels, fontsize=8)
     axes.set_ylim(lowest - 0.02, highest + 0.08)
-    axes.set_ylabel("step / step without any mirror")
-    axes.set_title(f"{title}, {'fused' if fused else 'unfused'} metadata updates; below, the limit's step", fontsize=10)
+    axes.set_ylabel("step / step without any mirror\n(axis does not begin at 0)")
+    axes.set_title(f"{title}; whiskers: quartiles of the repetitions; below, the limit's step", fontsize=10)
     axes.legend(ncols=len(policies) or 1, fontsize=8, loc="upper right")
+
+
+def _fusion(fused: bool) -> str:
+    return f"{'fused' if fused else 'unfused'} metadata updates"
 
 
 def _lines(axes: Any, scale: Sequence[Mapping[str, Any]], over: str, per: str) -> None:
@@ -152,7 +159,9 @@ def _lines(axes: Any, scale: Sequence[Mapping[str, Any]], over: str, per: str) -
     axes.yaxis.set_minor_formatter(plain)
     axes.set_xlabel(over if over == "batch" else "cached tokens of each row")
     axes.set_ylabel("step, ms")
-    axes.set_title(f"{attention}: step time over {over}", fontsize=10)
+    first = entries[0]
+    title = f"{attention}, {first['compile_backend']}, K={first['k']}, {_fusion(first['fused'])}"
+    axes.set_title(title, fontsize=10)
     axes.grid(True, which="both", alpha=0.25)
     axes.legend(handles=handles, fontsize=8)
 

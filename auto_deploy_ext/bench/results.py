@@ -12,7 +12,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -63,24 +62,9 @@ _SAME_SETTINGS = ("context", "capture", "dtype", "tokens_per_block", "model_kwar
 #: fields that are null where there was nothing to measure.
 _MAY_BE_NULL = frozenset({"run_ahead", "per_draft_step", "copies_per_draft_step"})
 
-_PACKAGES = ("auto_deploy_ext", "torch", "transformers", "triton", "flashinfer-python")
-
 
 class MergeError(BenchError):
     """Files that do not belong to one benchmark."""
-
-
-def versions() -> dict[str, str | None]:
-    """Versions of the software; None for what is not there."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed, but run from its sources" if name == _PACKAGES[0] else None
-    found["torch"] = torch.__version__
-    found["cuda"] = torch.version.cuda
-    return found
 
 
 def sources() -> str:
@@ -452,4 +436,4 @@ def _launch_target(launches: Sequence[Mapping[str, Any]]) -> Target | None:
     )
 
 
-__all__ = ["LeftOut", "MergeError", "Target", "load_result", "make_result", "merge_results", "targets", "versions"]
+__all__ = ["LeftOut", "MergeError", "Target", "load_result", "make_result", "merge_results", "targets"]

@@ -59,17 +59,17 @@ class UsageError(ValueError):
 
 
 class _Version(argparse.Action):
-    """Prints versions when it is asked for, because to learn some of them takes long imports."""
+    """Prints versions, one a line, and ends."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:
         super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help=help)
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from .. import host
-        from ..bench.results import versions
+        from ..reports.versions import versions
 
         known = {**versions(), "host": f"{host.name} {host.version}"}
-        print("\n".join(f"{name} {value or 'not there'}" for name, value in known.items()))
+        print("\n".join(f"{name} {value or 'none'}" for name, value in known.items()))
         parser.exit()
 
 

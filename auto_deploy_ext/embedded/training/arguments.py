@@ -16,14 +16,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--model", metavar="SPEC", help="the target: a Hugging Face directory or a GGUF file")
-    which.add_argument("--config", metavar="NAME_OR_PATH", help="take the target from a config instead")
+    which.add_argument(
+        "--config", metavar="NAME_OR_PATH", help=f"the target of this config (default: {DEFAULT_CONFIG})"
+    )
     which.add_argument("--plot", type=Path, metavar="DIR", help="only draw DIR/curves.png from DIR/training.json")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="where the head goes")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="where the head goes; needed to train")
     parser.add_argument("--work-dir", type=Path, metavar="DIR", help="sampled text and state (default: OUTPUT/work)")
     parser.add_argument("--resume", action="store_true", help="go on from what --work-dir keeps")
     parser.add_argument("--init-from", type=Path, metavar="DIR", help="start with the weights of this head")
-    parser.add_argument("--time-budget", type=_above_zero, metavar="SECONDS", help="end by itself within this time")
-    parser.add_argument("--steps", type=positive, metavar="N", help="training steps (default: what the time allows)")
+    parser.add_argument(
+        "--time-budget", type=_above_zero, metavar="SECONDS", help="end within this time; needed, if not --steps"
+    )
+    parser.add_argument(
+        "--steps", type=positive, metavar="N", help="training steps (default: what --time-budget allows)"
+    )
     sampled = "sampled sequences at most (default: %(default)s)"
     parser.add_argument("--sequences", type=positive, default=65536, metavar="N", help=sampled)
     parser.add_argument(
@@ -32,8 +38,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--held-out-sequences", type=positive, default=256, metavar="N", help="never trained on (default: %(default)s)"
     )
-    parser.add_argument("--sample-rows", type=positive, metavar="N", help="sequences side by side in sampling")
-    parser.add_argument("--feature-rows", type=positive, metavar="N", help="sequences side by side in computing states")
+    parser.add_argument(
+        "--sample-rows", type=positive, metavar="N", help="sequences side by side in sampling (default: by the device)"
+    )
+    parser.add_argument(
+        "--feature-rows",
+        type=positive,
+        metavar="N",
+        help="sequences side by side in computing hidden states (default: by the device)",
+    )
     share = "share of chats among all texts, where the tokenizer has a template (default: %(default)s)"
     parser.add_argument("--chat-share", type=_share, default=0.55, metavar="SHARE", help=share)
     share = "share of texts that only a word or two begin (default: %(default)s)"
@@ -55,7 +68,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--log-every", type=positive, default=LOG_EVERY, metavar="STEPS", help=steps)
     seconds = "seconds between checkpoints, from which --resume goes on (default: %(default)s)"
     parser.add_argument("--checkpoint-seconds", type=_above_zero, default=45.0, metavar="S", help=seconds)
-    parser.add_argument("--held-out", type=Path, metavar="FILE", help='JSON list of {"kind", "text"}: prompts')
+    parser.add_argument(
+        "--held-out", type=Path, metavar="FILE", help='JSON list of {"kind", "text"}: prompts to report acceptance on'
+    )
     parser.add_argument("--seed", type=_seed, default=27, help="of sampling and training (default: %(default)s)")
     parser.add_argument("--device", help="cuda or cpu (default: what there is)")
     parser.add_argument("-v", "--verbose", action="store_true", help="log more, and show tracebacks of errors")
