@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -33,6 +32,7 @@ from auto_deploy_ext.hostfuncs.drains import (
     traced_through,
 )
 from auto_deploy_ext.orchestrator import find_orchestrator, orchestrator_graphs
+from auto_deploy_ext.spelling import suggestion
 from auto_deploy_ext.stages import check_runs_once
 
 
@@ -129,8 +129,7 @@ def find_encoders(mod: nn.Module, patterns: list[str]) -> dict[str, nn.Module]:
     for pattern in patterns:
         matches = {name: module for name, module in modules.items() if fnmatchcase(name, pattern)}
         if not matches:
-            near = difflib.get_close_matches(pattern, modules, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; it has {', '.join(list(modules)[:8]) or 'none'}"
+            hint = suggestion(pattern, modules, otherwise=f"it has {', '.join(list(modules)[:8]) or 'none'}")
             raise DrainError(f"encoders: {pattern!r} matches no module of {type(mod).__name__}{hint}")
         found |= matches
     return {

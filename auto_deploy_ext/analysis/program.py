@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -30,6 +29,7 @@ from auto_deploy_ext.effects import (
 )
 from auto_deploy_ext.orchestrator import ops
 from auto_deploy_ext.runtime.refresh import is_placed
+from auto_deploy_ext.spelling import suggestion
 
 #: `meta` key: whether the batch is known to be generate-only (True) or known not to be (False).
 GENERATE_ONLY_KEY = "generate_only"
@@ -456,8 +456,7 @@ class _Collector:
             return None
         for name in names:
             if not self._is_buffer(name):
-                close = difflib.get_close_matches(name, self._setting.buffers or (), n=1)
-                hint = f"; did you mean {close[0]!r}?" if close else ""
+                hint = suggestion(name, self._setting.buffers or ())
                 raise UnknownBufferError(f"{spec.name} writes {name!r}, which is no buffer of the interface{hint}")
         bits = self._table.bits(names)
         if not callable(spec.writes):

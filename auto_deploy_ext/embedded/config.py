@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.resources
 import os
 import re
@@ -14,6 +13,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from ..spelling import suggestion
 from .discovery import import_submodules
 from .shim.interface import UNKNOWN_FIELD, KvCacheConfig
 from .transform.interface import TransformRegistry
@@ -239,7 +239,7 @@ def _read(source: str | os.PathLike[str]) -> Document:
     is_file = os.sep in text or "/" in text or text.endswith((".yaml", ".yml"))
     if not is_file and text not in available_configs():
         names = available_configs()
-        hint = _suggest(text, names) or f"; there are {', '.join(names)}"
+        hint = suggestion(text, names, otherwise=f"there are {', '.join(names)}")
         raise ConfigError([Problem(Place(text), "", f"no config of this name{hint}")])
     path = Path(text) if is_file else importlib.resources.files("auto_deploy_ext.configs") / "embedded" / f"{text}.yaml"
     try:
@@ -247,7 +247,7 @@ def _read(source: str | os.PathLike[str]) -> Document:
     except FileNotFoundError as error:
         hint = ""
         if isinstance(path, Path) and path.parent.is_dir():
-            hint = _suggest(path.name, [entry.name for entry in path.parent.iterdir()])
+            hint = suggestion(path.name, [entry.name for entry in path.parent.iterdir()])
         raise ConfigError([Problem(Place(str(path)), "", f"no such file{hint}")]) from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([Problem(Place(str(path)), "", f"cannot be read: {error}")]) from error
@@ -262,7 +262,7 @@ def _transform_problems(document: Document) -> list[Problem]:
         if not isinstance(key, str):
             continue  # what _non_text_keys reports
         if not TransformRegistry.has(key):
-            hint = _suggest(key, TransformRegistry.keys())
+            hint = suggestion(key, TransformRegistry.keys())
             problems.append(Problem(document.places[path], _dotted(path), f"unknown transform{hint}"))
         elif isinstance(fields, dict) and all(isinstance(name, str) for name in fields):
             config_class = TransformRegistry.get_config_class(key)
@@ -306,7 +306,7 @@ def _describe(
 def _message(detail: ErrorDetails, model: type[BaseModel]) -> str:
     name = str(detail["loc"][-1]) if detail["loc"] else ""
     if detail["type"] == "extra_forbidden":
-        return f"unknown field{_suggest(name, _fields_at(model, detail['loc'][:-1]))}"
+        return f"unknown field{suggestion(name, _fields_at(model, detail['loc'][:-1]))}"
     if detail["type"] == "missing":
         return f"the field {name!r} is required"
     if detail["type"] in (_BLOCK_TOO_SMALL, UNKNOWN_FIELD):
@@ -315,7 +315,7 @@ def _message(detail: ErrorDetails, model: type[BaseModel]) -> str:
         return f"input should be a mapping, not {_shown(detail['input'])}"
     message = f"{detail['msg'][:1].lower()}{detail['msg'][1:]}, not {_shown(detail['input'])}"
     if detail["type"] in ("literal_error", "enum"):
-        message += _suggest(str(detail["input"]), re.findall(r"'([^']*)'", detail["ctx"]["expected"]))
+        message += suggestion(str(detail["input"]), re.findall(r"'([^']*)'", detail["ctx"]["expected"]))
     return message
 
 
@@ -350,11 +350,6 @@ def _reading_order(problem: Problem, files: list[str]) -> tuple[int, int]:
 def _shown(value: Any) -> str:
     shown = repr(value)
     return shown if len(shown) <= 60 else f"{shown[:57]}..."
-
-
-def _suggest(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _dotted(path: KeyPath) -> str:

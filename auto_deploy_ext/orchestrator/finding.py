@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable
 from typing import Any, get_type_hints
@@ -11,6 +10,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from auto_deploy_ext.binding import host
+from auto_deploy_ext.spelling import suggestion
 
 from .tracer import has_mutations
 
@@ -33,11 +33,8 @@ def find_orchestrator(module: nn.Module, name: str | None = None) -> nn.Module:
         return module.get_submodule(name)
     except AttributeError:
         names = [path for path, _ in module.named_modules() if path]
-        hint = difflib.get_close_matches(name, names, n=1)
-        suggestion = f"; did you mean {hint[0]!r}?" if hint else f"; it has {', '.join(names[:8]) or 'no submodules'}"
-        raise OrchestratorError(
-            f"orchestrator: {type(module).__name__} has no submodule {name!r}{suggestion}"
-        ) from None
+        hint = suggestion(name, names, otherwise=f"it has {', '.join(names[:8]) or 'no submodules'}")
+        raise OrchestratorError(f"orchestrator: {type(module).__name__} has no submodule {name!r}{hint}") from None
 
 
 def is_orchestrator_graph(module: nn.Module) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ...spelling import misspelled
+from ...spelling import misspelled, suggestion
 from ..custom_ops.torch_attention import ATTENTION_IMPLEMENTATION, register_with_transformers
 from .checkpoint import load_weights, stored_config, weight_names
 from .custom.modeling_eagle import EagleWrapper, EagleWrapperConfig
@@ -151,13 +150,12 @@ class ModelFactoryRegistry:
             KeyError: There is none; the message names those that exist.
         """
         if name not in cls._registry:
-            raise KeyError(f"unknown model_factory {name!r}; {_suggestion(name, cls._registry)}")
+            raise KeyError(f"unknown model_factory {name!r}{_nearest(name, cls._registry)}")
         return cls._registry[name]
 
 
-def _suggestion(name: str, known: Mapping[str, Any]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(known))}"
+def _nearest(name: str, known: Iterable[str]) -> str:
+    return suggestion(name, known, otherwise=f"there are {', '.join(sorted(known))}")
 
 
 def _check_spelling(given: Iterable[str], kind: type[PreTrainedConfig], more: Iterable[str] = ()) -> None:
@@ -240,9 +238,9 @@ class CausalLMFactory(ModelFactory):
         if model_type is None:
             raise ValueError("model_kwargs.model_type is missing: name an architecture of transformers, such as llama")
         if model_type not in CONFIG_MAPPING:
-            near = difflib.get_close_matches(str(model_type), CONFIG_MAPPING, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"transformers {transformers.__version__} does not know it"
-            raise ValueError(f"model_kwargs.model_type: unknown architecture {model_type!r}; {hint}")
+            unknown = f"transformers {transformers.__version__} does not know it"
+            hint = suggestion(str(model_type), CONFIG_MAPPING, otherwise=unknown)
+            raise ValueError(f"model_kwargs.model_type: unknown architecture {model_type!r}{hint}")
         with _naming("model_kwargs"):
             config = AutoConfig.for_model(model_type, **kwargs)
             _check_spelling(kwargs, type(config))
@@ -255,7 +253,7 @@ class CausalLMFactory(ModelFactory):
         if kind is None:
             return None
         if kind not in DRAFTER_FAMILIES:
-            raise ValueError(f"unknown decoding_type {kind!r}; {_suggestion(kind, DRAFTER_FAMILIES)}")
+            raise ValueError(f"unknown decoding_type {kind!r}{_nearest(kind, DRAFTER_FAMILIES)}")
         return DRAFTER_FAMILIES[kind]
 
     def build_model(self) -> nn.Module:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from ...spelling import suggestion
 from . import gguf_cache
 
 PACKAGE_SCHEME = "package://"
@@ -68,8 +68,7 @@ def locate(spec: str, field: str = "model") -> Path:
     if path.exists():
         return path
     beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, beside, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = suggestion(path.name, beside)
     raise FileNotFoundError(
         f"{field}: {spec} does not exist{hint}; give a local Hugging Face checkpoint directory with a config.json or a "
         "GGUF file (nothing is downloaded)"

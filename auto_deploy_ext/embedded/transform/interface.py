@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import time
 from collections.abc import Callable
 from enum import Enum
@@ -15,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 from torch.fx import GraphModule, Node
 
+from ...spelling import suggestion
 from ..logger import ad_logger
 from .graph import (
     ModuleSnapshot,
@@ -433,6 +433,5 @@ class TransformRegistry:
     @classmethod
     def describe_unknown(cls, name: str) -> str:
         """A sentence for an unknown key: it names the nearest registered key, or else what may be missing."""
-        near = difflib.get_close_matches(name, cls._registry, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "has the package that registers it been imported?"
-        return f"unknown transform {name!r}; {hint}"
+        hint = suggestion(name, cls._registry, otherwise="has the package that registers it been imported?")
+        return f"unknown transform {name!r}{hint}"

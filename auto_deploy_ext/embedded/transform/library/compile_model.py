@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
@@ -10,6 +9,7 @@ from pydantic import ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
 from torch import nn
 
+from ....spelling import suggestion
 from ...compile.backend import capture_model
 from ..interface import BaseTransform, SharedConfig, TransformConfig, TransformInfo, TransformRegistry
 
@@ -41,8 +41,7 @@ class CompileModelConfig(TransformConfig):
     def _is_known(cls, value: str) -> str:
         if value not in COMPILE_BACKENDS:
             known = ", ".join(sorted(COMPILE_BACKENDS))
-            near = difflib.get_close_matches(value, COMPILE_BACKENDS, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = suggestion(value, COMPILE_BACKENDS)
             raise PydanticCustomError("compile_backend", f"the embedded host compiles with {known}{hint}")
         return value
 
